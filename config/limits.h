@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+
+// Every bound of the daemon, each with its unit and reason. Nothing else in the tree may invent one.
+namespace expertd::limits {
+
+// --- model geometry (absurd numbers in config.json are refused before anything is sized from them)
+inline constexpr int64_t kMaxHiddenSize = 32768;        // largest published H is 7168
+inline constexpr int64_t kMaxIntermediateSize = 32768;  // largest published I is 3072 (dense ones are not ours)
+inline constexpr int64_t kGeometryMultiple = 32;        // one MXFP4 block; CUDA asks for 64 and says so
+inline constexpr int32_t kMaxExperts = 4096;            // largest published E is 896
+inline constexpr int32_t kMaxTopK = 32;                 // largest published K is 16
+inline constexpr int32_t kMaxLayers = 1024;             // largest published count is 94
+inline constexpr int32_t kMaxRanks = 256;
+
+// --- files
+inline constexpr uint64_t kMaxSafetensorsHeaderBytes = 100'000'000;  // the format's own limit
+inline constexpr uint64_t kMaxJsonConfigBytes = 64u << 20;           // config.json, index.json
+inline constexpr int32_t kMaxShards = 10'000;
+
+// --- requests and steps
+inline constexpr int32_t kDefaultMaxTokensPerRank = 1024;  // rows a rank takes a step; sizes the workspace
+inline constexpr int32_t kMaxTokensPerRank = 65536;
+inline constexpr int32_t kStepsInFlight = 2;   // one running, one staged (protocol of steps)
+inline constexpr int32_t kStepMemories = 3;    // the two in flight and one being answered
+inline constexpr int32_t kMaxQueuedRequests = 4096;          // all layers of a process together
+inline constexpr int64_t kMaxInflightBytes = 1ll << 30;      // request bytes held by a process
+inline constexpr int32_t kMaxStreamInflight = 64;            // requests of one ForwardStream
+inline constexpr int32_t kMaxConcurrentStreams = 1024;       // HTTP/2 streams of one connection
+inline constexpr int32_t kSelfTestMaxTokens = 8;             // computed in double on the CPU
+
+// --- time
+inline constexpr int64_t kStepTimeoutMs = 30'000;        // a step that takes longer is a fault (CPU backend)
+inline constexpr int64_t kRetryPushbackMs = 50;          // queue full: when to come back
+inline constexpr int64_t kDrainDeadlineMs = 30'000;      // SIGTERM: what is in flight may finish
+inline constexpr int64_t kClientKeepaliveMinMs = 10'000; // clients may ping this often
+
+}  // namespace expertd::limits
