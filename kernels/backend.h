@@ -66,7 +66,7 @@ struct BackendInfo {
 };
 
 struct StepResult {
-  absl::Status status;  // not OK: nothing of the outputs may be answered
+  absl::Status status;  // not OK: nothing of the outputs may be answered; see kernels/fatal.h
   StepTiming timing;
 };
 
