@@ -30,10 +30,26 @@ inline constexpr int32_t kMaxStreamInflight = 64;            // requests of one 
 inline constexpr int32_t kMaxConcurrentStreams = 1024;       // HTTP/2 streams of one connection
 inline constexpr int32_t kSelfTestMaxTokens = 8;             // computed in double on the CPU
 
+// --- process
+inline constexpr int32_t kMaxThreads = 1024;                 // more than any host has cores
+inline constexpr int32_t kMaxServerConfigBytes = 1 << 20;    // a file of a few dozen lines
+inline constexpr int64_t kMaxBatchWaitUs = 1'000'000;        // a step that waits a second helps nobody
+
 // --- time
+inline constexpr int64_t kLoadTimeoutS = 3'600;          // 822 GB at 0.25 GB/s
+inline constexpr int64_t kMaxLoadTimeoutS = 86'400;
+inline constexpr int64_t kMaxTimeoutMs = 3'600'000;      // any configured wait: an hour is a mistake beyond
 inline constexpr int64_t kStepTimeoutMs = 30'000;        // a step that takes longer is a fault (CPU backend)
 inline constexpr int64_t kRetryPushbackMs = 50;          // queue full: when to come back
 inline constexpr int64_t kDrainDeadlineMs = 30'000;      // SIGTERM: what is in flight may finish
 inline constexpr int64_t kClientKeepaliveMinMs = 10'000; // clients may ping this often
+
+// --- client (call, bench and programs that use server/client.h)
+inline constexpr int32_t kClientMaxAttempts = 5;          // of one call, its first included
+inline constexpr int64_t kClientBackoffMinMs = 20;        // doubles with each attempt, jittered
+inline constexpr int64_t kClientBackoffMaxMs = 1'000;
+inline constexpr int64_t kClientFallbackReceiveBytes = 64ll << 20;  // a server that names no cap
+inline constexpr int32_t kMaxBenchConcurrency = 256;      // one connection and one thread each
+inline constexpr int64_t kMaxCallInputBytes = 1ll << 30;  // --input: JSON is about 10 bytes a number
 
 }  // namespace expertd::limits

@@ -48,7 +48,7 @@ struct ServerConfig {
   int32_t max_stream_inflight = limits::kMaxStreamInflight;
 
   // time
-  int64_t load_timeout_s = 3600;
+  int64_t load_timeout_s = limits::kLoadTimeoutS;
   int64_t step_timeout_ms = limits::kStepTimeoutMs;
   int64_t drain_grace_ms = 0;  // SIGTERM: NOT_SERVING this long before new requests are refused
   int64_t drain_deadline_ms = limits::kDrainDeadlineMs;
@@ -92,7 +92,8 @@ Settings SettingsFromEnvironment(const std::function<const char*(const char*)>& 
 // line.
 absl::StatusOr<ServerConfig> MergeSettings(absl::Span<const Settings> layers);
 
-// What single values cannot show; every problem at once, one a line. Called by MergeSettings.
+// Can this be served? Every value again, what is required, and what values say together; every
+// problem at once, one a line.
 absl::Status Validate(const ServerConfig& config);
 
 // The whole configuration as a file that SettingsFromToml reads back to the same struct.
