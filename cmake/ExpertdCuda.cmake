@@ -24,7 +24,7 @@ else()
   endif()
 endif()
 if(NOT EXPERTD_NVCC)
-  message(FATAL_ERROR "EXPERTD_CUDA is ON and no nvcc was found: run scripts/setup --cuda, or set "
+  message(FATAL_ERROR "EXPERTD_CUDA is ON and no nvcc was found: run scripts/setup all, or set "
     "EXPERTD_CUDA_ROOT to a CUDA toolkit >= 12.8")
 endif()
 get_filename_component(_nvcc_real ${EXPERTD_NVCC} REALPATH)
@@ -70,7 +70,7 @@ find_path(EXPERTD_NCCL_INCLUDE nccl_device.h HINTS ${EXPERTD_NCCL_ROOT}/include 
 find_library(EXPERTD_NCCL_LIBRARY NAMES nccl libnccl.so.2 HINTS ${EXPERTD_NCCL_ROOT}/lib ${_cuda_lib}
   PATHS ${_nccl_wheels} PATH_SUFFIXES lib)
 if(NOT EXPERTD_NCCL_INCLUDE OR NOT EXPERTD_NCCL_LIBRARY)
-  message(FATAL_ERROR "NCCL >= 2.28.7 with nccl_device.h was not found: run scripts/setup --cuda, or set "
+  message(FATAL_ERROR "NCCL >= 2.28.7 with nccl_device.h was not found: run scripts/setup all, or set "
     "EXPERTD_NCCL_ROOT")
 endif()
 add_library(expertd_nccl INTERFACE)
