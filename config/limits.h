@@ -16,8 +16,10 @@ inline constexpr int32_t kMaxRanks = 256;
 
 // --- files
 inline constexpr uint64_t kMaxSafetensorsHeaderBytes = 100'000'000;  // the format's own limit
-inline constexpr uint64_t kMaxJsonConfigBytes = 64u << 20;           // config.json, index.json
+inline constexpr uint64_t kMaxJsonConfigBytes = 16u << 20;           // config.json, hf_quant_config.json
+inline constexpr uint64_t kMaxShardIndexBytes = 256u << 20;           // E 896 x 61 layers NVFP4 needs 70 MB
 inline constexpr int32_t kMaxShards = 10'000;
+inline constexpr uint64_t kMaxTensorRank = 32;                        // dimensions; expert tensors have 2
 
 // --- requests and steps
 inline constexpr int32_t kDefaultMaxTokensPerRank = 1024;  // rows a rank takes a step; sizes the workspace
@@ -28,12 +30,18 @@ inline constexpr int32_t kMaxQueuedRequests = 4096;          // all layers of a 
 inline constexpr int64_t kMaxInflightBytes = 1ll << 30;      // request bytes held by a process
 inline constexpr int32_t kMaxStreamInflight = 64;            // requests of one ForwardStream
 inline constexpr int32_t kMaxConcurrentStreams = 1024;       // HTTP/2 streams of one connection
+inline constexpr int64_t kMaxMessageBytes = (2ll << 30) - 1;    // protobuf's own limit
 inline constexpr int32_t kSelfTestMaxTokens = 8;             // computed in double on the CPU
 
 // --- process
 inline constexpr int32_t kMaxThreads = 1024;                 // more than any host has cores
 inline constexpr int32_t kMaxServerConfigBytes = 1 << 20;    // a file of a few dozen lines
 inline constexpr int64_t kMaxBatchWaitUs = 1'000'000;        // a step that waits a second helps nobody
+
+// --- CUDA backend
+inline constexpr int64_t kCudaStagingBytes = 256ll << 20;  // pinned, and as much on the device, while weights load
+inline constexpr int64_t kCudaReserveBytes = 512ll << 20;  // device memory left to the driver and its contexts
+inline constexpr int64_t kCudaStopGraceMs = 2'000;         // a kernel told to stop ends within this or never
 
 // --- time
 inline constexpr int64_t kLoadTimeoutS = 3'600;          // 822 GB at 0.25 GB/s
