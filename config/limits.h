@@ -32,6 +32,7 @@ inline constexpr int32_t kMaxStreamInflight = 64;            // requests of one 
 inline constexpr int32_t kMaxConcurrentStreams = 1024;       // HTTP/2 streams of one connection
 inline constexpr int64_t kMaxMessageBytes = (2ll << 30) - 1;    // protobuf's own limit
 inline constexpr int32_t kSelfTestMaxTokens = 8;             // computed in double on the CPU
+inline constexpr int32_t kCpuRoundRoutes = 8192;             // routes of all ranks that the CPU backend holds at a time
 
 // --- process
 inline constexpr int32_t kMaxThreads = 1024;                 // more than any host has cores
