@@ -1,1 +1,416 @@
-namespace expertd {}
+#include "kernels/cpu/cpu_backend.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "config/check.h"
+#include "kernels/cpu/mapped_memory.h"
+#include "kernels/cpu/rank_worker.h"
+#include "kernels/cpu/weight_store.h"
+
+namespace expertd::cpu {
+namespace {
+
+// A submitted step. Every local rank runs it once; the last to finish calls `done`. Since each rank
+// runs steps in order, the last rank of step s calls its `done` before it can finish s + 1:
+// callbacks come in submission order without further locking.
+struct StepRun {
+  MoeStep step;
+  int32_t layer_index = 0;
+  Backend::Done done;
+  std::mutex mutex;  // guards what follows
+  bool started = false;
+  absl::Time start;
+  StepLimit limit;
+  int32_t ranks_left = 0;
+  absl::Status status;  // the first failure
+};
+
+class CpuBackend final : public Backend {
+ public:
+  static absl::StatusOr<std::unique_ptr<Backend>> Create(const CpuBackendOptions& options);
+  ~CpuBackend() override;
+
+  const BackendInfo& info() const override { return info_; }
+  WeightSink& sink() override { return *weights_; }
+  absl::StatusOr<StepMemory*> AcquireStep(absl::Time deadline) override;
+  void ReleaseStep(StepMemory* memory) override;
+  absl::Status Submit(const MoeStep& step, Done done) override;
+  void AbortSteps(const absl::Status& reason) override;
+
+ private:
+  struct Rank {
+    std::unique_ptr<RankWorker> worker;
+    std::deque<std::shared_ptr<StepRun>> queue;  // at most kStepsInFlight, guarded by mutex_
+    std::thread thread;
+  };
+  struct Memory {
+    MappedMemory block;
+    StepMemory step;
+    bool free = true;
+  };
+
+  explicit CpuBackend(const CpuBackendOptions& options) : options_(options) {}
+  absl::Status CreateMemories();
+  absl::Status CreateRanks();
+  void FillInfo();
+  absl::Status Validate(const MoeStep& step) const;
+  absl::Status ValidateBatch(const MoeStep& step, size_t rank) const;
+  void RankLoop(Rank& rank);
+  void RunOn(Rank& rank, StepRun& run);
+  int64_t MaxHidden() const;
+  int64_t MaxIntermediate() const;
+
+  CpuBackendOptions options_;
+  BackendInfo info_;
+  std::unique_ptr<WeightStore> weights_;
+  std::vector<Memory> memories_;  // [kStepMemories]
+  std::atomic<bool> aborted_{false};
+
+  std::mutex mutex_;
+  std::condition_variable work_;      // rank threads wait for their queue
+  std::condition_variable released_;  // AcquireStep waits for a free memory
+  bool stop_ = false;
+  int32_t in_flight_ = 0;
+  absl::Status abort_reason_;
+  std::vector<Rank> ranks_;
+};
+
+int64_t CpuBackend::MaxHidden() const {
+  int64_t size = 0;
+  for (const LayerSpec& spec : options_.common.layers) size = std::max(size, spec.hidden_size);
+  return size;
+}
+
+int64_t CpuBackend::MaxIntermediate() const {
+  int64_t size = 0;
+  for (const LayerSpec& spec : options_.common.layers)
+    size = std::max(size, spec.intermediate_size);
+  return size;
+}
+
+absl::Status ValidateLayers(const BackendOptions& options) {
+  if (options.layers.empty()) return absl::InvalidArgumentError("no layers to serve");
+  for (const LayerSpec& spec : options.layers) {
+    for (const auto& [name, size] : {std::pair("hidden_size", spec.hidden_size),
+                                     std::pair("intermediate_size", spec.intermediate_size)}) {
+      if (size <= 0 || size % limits::kGeometryMultiple != 0) {
+        return absl::InvalidArgumentError(absl::StrCat("layer ", spec.layer, ": ", name, " is ",
+                                                       size, ", must be a multiple of ",
+                                                       limits::kGeometryMultiple));
+      }
+    }
+    if (spec.num_experts != options.placement->num_experts()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("layer ", spec.layer, " has ", spec.num_experts,
+                       " experts, the placement is for ", options.placement->num_experts()));
+    }
+    if (&spec != &options.layers.front() && (&spec - 1)->layer >= spec.layer) {
+      return absl::InvalidArgumentError("layers must ascend");
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ValidateOptions(const CpuBackendOptions& options) {
+  const BackendOptions& common = options.common;
+  if (common.placement == nullptr) return absl::InvalidArgumentError("no placement");
+  if (absl::Status status = ValidateLayers(common); !status.ok()) return status;
+  if (common.max_tokens_per_rank < 1 || common.max_tokens_per_rank > limits::kMaxTokensPerRank) {
+    return absl::InvalidArgumentError(absl::StrCat("max_tokens_per_rank is ",
+                                                   common.max_tokens_per_rank, ", must be 1..",
+                                                   limits::kMaxTokensPerRank));
+  }
+  if (common.num_threads < 0 || common.num_threads > limits::kMaxThreads) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("num_threads is ", common.num_threads, ", must be 0..", limits::kMaxThreads));
+  }
+  const int32_t group = common.placement->num_ranks();
+  if (options.first_rank < 0 || options.num_local_ranks < 0 ||
+      options.first_rank + options.num_local_ranks > group) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("ranks ", options.first_rank, " + ", options.num_local_ranks, " of ", group));
+  }
+  if (options.exchange == nullptr && options.num_local_ranks != group) {
+    return absl::InvalidArgumentError("ranks of other processes need an exchange");
+  }
+  if (options.exchange != nullptr && options.exchange->num_ranks() != group) {
+    return absl::InvalidArgumentError(absl::StrCat("the exchange connects ",
+                                                   options.exchange->num_ranks(),
+                                                   " ranks, the placement has ", group));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<Backend>> CpuBackend::Create(const CpuBackendOptions& given) {
+  CpuBackendOptions options = given;
+  if (options.common.placement != nullptr && options.num_local_ranks == 0) {
+    options.num_local_ranks = options.common.placement->num_ranks() - options.first_rank;
+  }
+  if (absl::Status status = ValidateOptions(options); !status.ok()) return status;
+  if (options.exchange == nullptr)
+    options.exchange = MakeInProcessExchange(options.num_local_ranks);
+
+  auto backend = std::unique_ptr<CpuBackend>(new CpuBackend(options));
+  auto weights = WeightStore::Create(options.common.layers, options.common.placement,
+                                     options.first_rank, options.num_local_ranks);
+  if (!weights.ok()) return weights.status();
+  backend->weights_ = *std::move(weights);
+  if (absl::Status status = backend->CreateMemories(); !status.ok()) return status;
+  if (absl::Status status = backend->CreateRanks(); !status.ok()) return status;
+  backend->FillInfo();
+  return backend;
+}
+
+absl::Status CpuBackend::CreateMemories() {
+  const int64_t tokens = options_.common.max_tokens_per_rank;
+  memories_.resize(limits::kStepMemories);
+  for (Memory& memory : memories_) {
+    memory.step.ranks.resize(options_.num_local_ranks);
+    const auto place = [&](uint8_t* base) {
+      Carver carver(base);
+      for (RankBatch& batch : memory.step.ranks) {
+        batch.hidden = carver.Take<float>(tokens * MaxHidden());
+        batch.ids = carver.Take<int32_t>(tokens * limits::kMaxTopK);
+        batch.weights = carver.Take<float>(tokens * limits::kMaxTopK);
+        batch.row_in_request = carver.Take<int32_t>(tokens);
+        batch.output = carver.Take<float>(tokens * MaxHidden());
+      }
+      return carver.used();
+    };
+    auto block = MappedMemory::Create(place(nullptr), "the rows of a step");
+    if (!block.ok()) return block.status();
+    memory.block = *std::move(block);
+    place(memory.block.data());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CpuBackend::CreateRanks() {
+  const auto cores = std::max(1, static_cast<int32_t>(std::thread::hardware_concurrency()));
+  const int32_t threads = options_.common.num_threads > 0 ? options_.common.num_threads : cores;
+  const int32_t local = options_.num_local_ranks;
+  const int32_t total = std::max(threads, local);  // a rank has at least one
+  ranks_ = std::vector<Rank>(local);
+  for (int32_t i = 0; i < local; ++i) {
+    RankWorker::Config config;
+    config.rank = options_.first_rank + i;
+    config.local_rank = i;
+    config.num_threads = total / local + (i < total % local ? 1 : 0);
+    config.spin = total <= cores;
+    config.limits = {options_.common.placement->num_ranks(), options_.common.max_tokens_per_rank};
+    config.max_hidden_size = MaxHidden();
+    config.max_intermediate_size = MaxIntermediate();
+    config.placement = options_.common.placement.get();
+    config.weights = weights_.get();
+    config.exchange = options_.exchange.get();
+    auto worker = RankWorker::Create(config);
+    if (!worker.ok()) return worker.status();
+    ranks_[i].worker = *std::move(worker);
+    info_.devices.push_back(
+        absl::StrCat(config.num_threads, " CPU thread", config.num_threads == 1 ? "" : "s"));
+  }
+  for (Rank& rank : ranks_) {
+    rank.thread = std::thread([this, &rank] { RankLoop(rank); });
+  }
+  return absl::OkStatus();
+}
+
+void CpuBackend::FillInfo() {
+  info_.name = "cpu";
+  info_.num_ranks = options_.num_local_ranks;
+  info_.max_tokens_per_rank = options_.common.max_tokens_per_rank;
+  info_.weight_bytes = weights_->bytes();
+  for (const Rank& rank : ranks_) info_.workspace_bytes += rank.worker->workspace_bytes();
+  for (const Memory& memory : memories_) {
+    info_.workspace_bytes += static_cast<int64_t>(memory.block.size());
+  }
+  info_.detail = InstructionSet();
+}
+
+CpuBackend::~CpuBackend() {
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  work_.notify_all();
+  for (Rank& rank : ranks_) {
+    if (rank.thread.joinable()) rank.thread.join();
+  }
+}
+
+absl::StatusOr<StepMemory*> CpuBackend::AcquireStep(absl::Time deadline) {
+  std::unique_lock lock(mutex_);
+  const auto find = [&] {
+    return std::find_if(memories_.begin(), memories_.end(), [](const Memory& m) { return m.free; });
+  };
+  if (!released_.wait_until(lock, absl::ToChronoTime(deadline),
+                            [&] { return find() != memories_.end(); })) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("all ", limits::kStepMemories, " step memories are in use"));
+  }
+  Memory& memory = *find();
+  memory.free = false;
+  for (RankBatch& batch : memory.step.ranks) batch.num_tokens = 0;
+  return &memory.step;
+}
+
+void CpuBackend::ReleaseStep(StepMemory* step) {
+  {
+    std::lock_guard lock(mutex_);
+    const auto memory = std::find_if(memories_.begin(), memories_.end(),
+                                     [&](const Memory& m) { return &m.step == step; });
+    EXPERTD_CHECK(memory != memories_.end() && !memory->free);
+    memory->free = true;
+  }
+  released_.notify_one();
+}
+
+absl::Status CpuBackend::ValidateBatch(const MoeStep& step, size_t rank) const {
+  const RankBatch& batch = step.ranks[rank];
+  if (batch.num_tokens < 0 || batch.num_tokens > options_.common.max_tokens_per_rank) {
+    return absl::InvalidArgumentError(absl::StrCat("rank ", rank, ": got ", batch.num_tokens,
+                                                   " tokens, the buffer is sized for ",
+                                                   options_.common.max_tokens_per_rank));
+  }
+  if (batch.num_tokens == 0) return absl::OkStatus();
+  if (batch.hidden == nullptr || batch.ids == nullptr || batch.weights == nullptr ||
+      batch.row_in_request == nullptr || batch.output == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat("rank ", rank, ": a pointer is missing"));
+  }
+  const int32_t num_experts = options_.common.placement->num_experts();
+  for (int32_t token = 0; token < batch.num_tokens; ++token) {
+    if (batch.row_in_request[token] < 0) {
+      return absl::InvalidArgumentError(absl::StrCat("rank ", rank, ": row_in_request of token ",
+                                                     token, " is ", batch.row_in_request[token]));
+    }
+    for (int32_t k = 0; k < step.top_k; ++k) {
+      const int32_t id = batch.ids[static_cast<size_t>(token) * step.top_k + k];
+      if (id < -1 || id >= num_experts) {
+        return absl::InvalidArgumentError(absl::StrCat("rank ", rank, ": id of token ", token,
+                                                       ", choice ", k, " is ", id,
+                                                       ", must be -1 or below ", num_experts));
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CpuBackend::Validate(const MoeStep& step) const {
+  if (!weights_->finished()) return absl::FailedPreconditionError("the weights are not loaded");
+  if (weights_->LayerIndex(step.layer) < 0) {
+    return absl::NotFoundError(absl::StrCat("layer ", step.layer, " is not served"));
+  }
+  if (step.top_k < 1 || step.top_k > limits::kMaxTopK) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("top_k is ", step.top_k, ", must be 1..", limits::kMaxTopK));
+  }
+  if (step.ranks.size() != ranks_.size()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the step has ", step.ranks.size(), " ranks, the process ", ranks_.size()));
+  }
+  for (size_t rank = 0; rank < step.ranks.size(); ++rank) {
+    if (absl::Status status = ValidateBatch(step, rank); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CpuBackend::Submit(const MoeStep& step, Done done) {
+  if (absl::Status status = Validate(step); !status.ok()) return status;
+  auto run = std::make_shared<StepRun>();
+  run->step = step;
+  run->layer_index = weights_->LayerIndex(step.layer);
+  run->done = std::move(done);
+  run->ranks_left = static_cast<int32_t>(ranks_.size());
+  run->limit.aborted = &aborted_;
+  {
+    std::lock_guard lock(mutex_);
+    if (!abort_reason_.ok()) return abort_reason_;
+    if (in_flight_ >= limits::kStepsInFlight) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat(in_flight_, " steps are in flight, at most ", limits::kStepsInFlight));
+    }
+    ++in_flight_;
+    for (Rank& rank : ranks_) rank.queue.push_back(run);
+  }
+  work_.notify_all();
+  return absl::OkStatus();
+}
+
+void CpuBackend::AbortSteps(const absl::Status& reason) {
+  EXPERTD_CHECK(!reason.ok());
+  {
+    std::lock_guard lock(mutex_);
+    if (!abort_reason_.ok()) return;
+    abort_reason_ = reason;
+  }
+  aborted_ = true;
+  options_.exchange->Abort(reason);
+}
+
+// Idle is no fault: the wait for the next step has no deadline, the destructor ends it.
+void CpuBackend::RankLoop(Rank& rank) {
+  for (;;) {
+    std::shared_ptr<StepRun> run;
+    {
+      std::unique_lock lock(mutex_);
+      work_.wait(lock, [&] { return stop_ || !rank.queue.empty(); });
+      if (rank.queue.empty()) return;
+      run = std::move(rank.queue.front());
+      rank.queue.pop_front();
+    }
+    RunOn(rank, *run);
+  }
+}
+
+void CpuBackend::RunOn(Rank& rank, StepRun& run) {
+  {
+    std::lock_guard lock(run.mutex);
+    if (!run.started) {  // the first rank to start sets the deadline of all
+      run.started = true;
+      run.start = absl::Now();
+      run.limit.deadline = run.start + options_.step_timeout;
+    }
+  }
+  const absl::Status status = rank.worker->Run(run.step, run.layer_index, run.limit);
+  StepResult result;
+  {
+    std::lock_guard lock(run.mutex);
+    if (run.status.ok()) run.status = status;
+    if (--run.ranks_left > 0) return;
+    result.status = run.status;
+    result.timing.kernel_us = absl::ToInt64Microseconds(absl::Now() - run.start);
+  }
+  {
+    std::lock_guard lock(mutex_);
+    if (!result.status.ok() && !abort_reason_.ok()) result.status = abort_reason_;
+    --in_flight_;
+  }
+  run.done(std::move(result));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Backend>> MakeCpuBackend(const CpuBackendOptions& options) {
+  return CpuBackend::Create(options);
+}
+
+}  // namespace expertd::cpu
+
+namespace expertd {
+
+absl::StatusOr<std::unique_ptr<Backend>> MakeCpuBackend(const BackendOptions& options) {
+  cpu::CpuBackendOptions cpu_options;
+  cpu_options.common = options;
+  return cpu::MakeCpuBackend(cpu_options);
+}
+
+}  // namespace expertd

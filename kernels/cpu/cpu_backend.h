@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/time/time.h"
+#include "config/limits.h"
+#include "kernels/backend.h"
+#include "kernels/cpu/exchange.h"
+
+namespace expertd::cpu {
+
+// What MakeCpuBackend(BackendOptions) leaves at its default: a process that owns some of the ranks,
+// with an exchange that reaches the others.
+struct CpuBackendOptions {
+  BackendOptions common;
+  int32_t first_rank = 0;
+  int32_t num_local_ranks = 0;         // 0 = all of the placement's
+  std::shared_ptr<Exchange> exchange;  // null = in-process; then all ranks have to be local
+  absl::Duration step_timeout = absl::Milliseconds(limits::kStepTimeoutMs);
+};
+
+absl::StatusOr<std::unique_ptr<Backend>> MakeCpuBackend(const CpuBackendOptions& options);
+
+}  // namespace expertd::cpu
