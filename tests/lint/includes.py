@@ -13,7 +13,7 @@ MAY_USE = {
     "config": [],
     "proto": [],
     "kernels": ["config", "kernels/*"],  # the interfaces: backend.h, step.h, formats.h
-    "kernels/layout": ["config"],
+    "kernels/layout": ["config", "kernels/formats.h"],
     "kernels/reference": ["config", "kernels/*", "kernels/layout"],
     "kernels/cpu": ["config", "kernels/*", "kernels/layout"],
     "kernels/cuda": ["config", "kernels/*", "kernels/layout"],
