@@ -77,10 +77,9 @@ add_library(expertd_nccl INTERFACE)
 target_include_directories(expertd_nccl SYSTEM INTERFACE ${EXPERTD_NCCL_INCLUDE})
 target_link_libraries(expertd_nccl INTERFACE ${EXPERTD_NCCL_LIBRARY})
 
-# --expt-relaxed-constexpr lets device code call the constexpr functions of kernels/layout. ptxas reports
-# spills as a warning.
+# --expt-relaxed-constexpr lets device code call the constexpr functions of kernels/layout.
 target_compile_options(expertd_flags INTERFACE
-  "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;-lineinfo;-Werror=all-warnings;-Xptxas=-warn-spills;-Xcompiler=-Wall,-Wextra,-Werror,-Wno-missing-field-initializers>")
+  "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;-lineinfo;-Werror=all-warnings;-Xcompiler=-Wall,-Wextra,-Werror,-Wno-missing-field-initializers>")
 
 # expertd_cuda_library(NAME SOURCES a.cu b.cc LINKS x y): expertd_library plus the CUDA runtime.
 function(expertd_cuda_library name)

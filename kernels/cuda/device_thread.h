@@ -17,9 +17,9 @@
 
 namespace expertd::cuda {
 
-// The one thread that calls CUDA for one device, with the one stream it uses. Work runs in the order in
-// which it was posted; while some of it is on the GPU the thread polls for its end and starts what
-// comes next. Callers bound how much they post.
+// The one thread that calls CUDA for one device, with the one stream it uses. Work runs in the
+// order in which it was posted; while some of it is on the GPU the thread polls for its end and
+// starts what comes next. Callers bound how much they post.
 class DeviceThread {
  public:
   using Work = std::function<absl::Status(cudaStream_t)>;
@@ -34,10 +34,10 @@ class DeviceThread {
   // Runs `work` on the thread and waits until the GPU has passed what it enqueued: set-up, tests.
   absl::Status Run(Work work);
 
-  // `launch` enqueues GPU work; `done` is called once, on the thread, in the order of posting, when the
-  // GPU has passed it, or with the error that kept it from running. The first fatal error (kernels/
-  // fatal.h) fails everything after it. A job that runs longer than `limit` is told to stop, and if it
-  // does not within limits::kCudaStopGraceMs the error is fatal.
+  // `launch` enqueues GPU work; `done` is called once, on the thread, in the order of posting, when
+  // the GPU has passed it, or with the error that kept it from running. The first fatal error
+  // (kernels/ fatal.h) fails everything after it. A job that runs longer than `limit` is told to
+  // stop, and if it does not within limits::kCudaStopGraceMs the error is fatal.
   void Post(Work launch, absl::Duration limit, Done done);
 
   // Not OK after a fatal error: the GPU may still be writing, so its memory must not be freed.
@@ -72,9 +72,9 @@ class DeviceThread {
 
   mutable std::mutex mutex_;
   std::condition_variable posted_;
-  std::deque<Job> jobs_;         // guarded by mutex_
-  bool stopping_ = false;        // guarded by mutex_
-  absl::Status health_;          // guarded by mutex_
+  std::deque<Job> jobs_;   // guarded by mutex_
+  bool stopping_ = false;  // guarded by mutex_
+  absl::Status health_;    // guarded by mutex_
 
   // of the thread
   cudaStream_t stream_ = nullptr;

@@ -170,7 +170,7 @@ __device__ void load_weights(const Source& source, int32_t slot, Matrix matrix, 
 __device__ void multiply_add(const Stage& weights, const Stage& inputs, Sums& sums) {
   const int row = threadIdx.x % 16 * 4;
   const int route = threadIdx.x / 16 * 4;
-#pragma unroll 8
+#pragma unroll 4
   for (int k = 0; k < kDepth; ++k) {
     const float4 w = *reinterpret_cast<const float4*>(&weights[k][row]);
     const float4 x = *reinterpret_cast<const float4*>(&inputs[k][route]);
@@ -227,15 +227,17 @@ __global__ void __launch_bounds__(kThreads)
     multiply_add(up_stage, input_stage, up);
     __syncthreads();
   }
-  const float gate_level = source.second_level(tile.slot, Matrix::kGate);
-  const float up_level = source.second_level(tile.slot, Matrix::kUp);
   const int64_t row = row0 + threadIdx.x % 16 * 4;
-  for (int j = 0; j < 4; ++j) {
-    const int route = threadIdx.x / 16 * 4 + j;
-    if (route >= tile.count) break;
-    float* h = scratch.h + (tile.first + route) * shape.intermediate_size + row;
-    for (int i = 0; i < 4; ++i) {
-      h[i] = swiglu(gate[i][j] * gate_level, up[i][j] * up_level, shape.swiglu_limit);
+  const int route0 = threadIdx.x / 16 * 4;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float gate_factor = source.factor(tile.slot, Matrix::kGate, row + i);
+    const float up_factor = source.factor(tile.slot, Matrix::kUp, row + i);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (route0 + j >= tile.count) continue;
+      scratch.h[(tile.first + route0 + j) * shape.intermediate_size + row + i] =
+          swiglu(gate[i][j] * gate_factor, up[i][j] * up_factor, shape.swiglu_limit);
     }
   }
 }
@@ -261,13 +263,17 @@ __global__ void __launch_bounds__(kThreads) fc2(Source source, Shape shape, Scra
     multiply_add(weight_stage, input_stage, sums);
     __syncthreads();
   }
-  const float level = source.second_level(tile.slot, Matrix::kDown);
   const int64_t row = row0 + threadIdx.x % 16 * 4;
-  for (int j = 0; j < 4; ++j) {
-    const int route = threadIdx.x / 16 * 4 + j;
-    if (route >= tile.count) break;
-    float* y = scratch.y + scratch.list[tile.first + route] * shape.hidden_size + row;
-    for (int i = 0; i < 4; ++i) y[i] = sums[i][j] * level;
+  const int route0 = threadIdx.x / 16 * 4;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float factor = source.factor(tile.slot, Matrix::kDown, row + i);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (route0 + j >= tile.count) continue;
+      scratch.y[scratch.list[tile.first + route0 + j] * shape.hidden_size + row + i] =
+          sums[i][j] * factor;
+    }
   }
 }
 
@@ -333,6 +339,18 @@ absl::Status LaunchUnfusedMoe(const LayerSpec& spec, int32_t num_slots, const Ca
     return Launch(source, shape, placement, step, workspace, stream);
   }
   const CanonicalSource<Recipe::kNvfp4> source{layer, spec.hidden_size, spec.intermediate_size};
+  return Launch(source, shape, placement, step, workspace, stream);
+}
+
+absl::Status LaunchUnfusedMoe(const LayerSpec& spec, int32_t num_slots, const PackedLayer& layer,
+                              const PlacementTable& placement, const UnfusedStep& step,
+                              void* workspace, cudaStream_t stream) {
+  const Shape shape = ShapeOfStep(spec, num_slots, step.num_tokens, step.top_k);
+  if (spec.recipe == Recipe::kMxfp4) {
+    const PackedSource<Recipe::kMxfp4> source{layer, PackedFc1(spec), PackedFc2(spec)};
+    return Launch(source, shape, placement, step, workspace, stream);
+  }
+  const PackedSource<Recipe::kNvfp4> source{layer, PackedFc1(spec), PackedFc2(spec)};
   return Launch(source, shape, placement, step, workspace, stream);
 }
 

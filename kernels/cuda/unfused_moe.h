@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "config/dtype.h"
 #include "config/model_spec.h"
+#include "kernels/cuda/pack_weights.h"
 
 // The same layer as the fused kernel computes, by a few plain kernels: the oracle at real sizes and
 // the fallback path. Weights exact, hidden states BF16, everything between in f32 (the intermediate
@@ -47,6 +48,9 @@ size_t UnfusedWorkspaceBytes(const LayerSpec& spec, int32_t num_slots, int32_t m
 // Enqueues the layer on `stream`. H and I are multiples of 64. The workspace need not be cleared
 // and is free again when the stream has passed.
 absl::Status LaunchUnfusedMoe(const LayerSpec& spec, int32_t num_slots, const CanonicalLayer& layer,
+                              const PlacementTable& placement, const UnfusedStep& step,
+                              void* workspace, cudaStream_t stream);
+absl::Status LaunchUnfusedMoe(const LayerSpec& spec, int32_t num_slots, const PackedLayer& layer,
                               const PlacementTable& placement, const UnfusedStep& step,
                               void* workspace, cudaStream_t stream);
 

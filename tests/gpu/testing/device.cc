@@ -27,6 +27,55 @@ DeviceLayer::DeviceLayer(const HostLayer& layer) : second_level_(layer.second_le
   view_.second_level = second_level_.data();
 }
 
+PackedOnDevice::PackedOnDevice(const HostLayer& layer)
+    : spec_(layer.spec),
+      block_(cuda::PackedLayerBytes(layer.spec, layer.spec.num_experts)),
+      view_(cuda::SetPackedLayer(layer.spec, layer.spec.num_experts, block_.data())) {
+  const DeviceLayer canonical(layer);
+  const DeviceArray<uint8_t> scratch(cuda::PackScratchBytes(spec_));
+  for (int32_t e = 0; e < spec_.num_experts; ++e) {
+    // Up before gate in every second slot: the order must not matter.
+    const int first = e % 2;
+    for (const int m : {first, 1 - first, 2}) {
+      const auto matrix = static_cast<Matrix>(m);
+      const MatrixShape shape = ShapeOf(spec_, matrix);
+      const absl::Status status = cuda::LaunchPack(
+          spec_, view_, e, matrix, canonical.view().codes[m] + e * shape.CodeBytes(),
+          canonical.view().scales[m] + e * shape.ScaleBytes(spec_.recipe),
+          layer.second_level[static_cast<size_t>(e) * kNumMatrices + m], scratch.data(), nullptr);
+      EXPECT_TRUE(status.ok()) << status;
+    }
+  }
+  EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+}
+
+namespace {
+
+template <typename T>
+std::vector<T> DownloadArray(const T* array, size_t count) {
+  std::vector<T> values(count);
+  EXPECT_EQ(cudaMemcpy(values.data(), array, count * sizeof(T), cudaMemcpyDeviceToHost),
+            cudaSuccess);
+  return values;
+}
+
+}  // namespace
+
+std::vector<uint8_t> PackedOnDevice::Fc1Units() const {
+  return DownloadArray(view_.fc1_units, spec_.num_experts * cuda::PackedFc1(spec_).slot_bytes());
+}
+std::vector<uint8_t> PackedOnDevice::Fc2Units() const {
+  return DownloadArray(view_.fc2_units, spec_.num_experts * cuda::PackedFc2(spec_).slot_bytes());
+}
+std::vector<float> PackedOnDevice::Fc1Factors() const {
+  return DownloadArray(view_.fc1_factors,
+                       spec_.num_experts * cuda::PackedFc1(spec_).scales_per_slot());
+}
+std::vector<float> PackedOnDevice::Fc2Factors() const {
+  return DownloadArray(view_.fc2_factors,
+                       spec_.num_experts * cuda::PackedFc2(spec_).scales_per_slot());
+}
+
 namespace {
 
 std::vector<int32_t> CountUp(int32_t count) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels/cuda/device_memory.h"
+#include "kernels/cuda/pack_weights.h"
 #include "kernels/cuda/unfused_moe.h"
 #include "tests/gpu/testing/moe_cases.h"
 
@@ -68,6 +69,23 @@ class DeviceLayer {
   std::vector<DeviceArray<uint8_t>> bytes_;
   DeviceArray<float> second_level_;
   cuda::CanonicalLayer view_;
+};
+
+// A layer's matrices packed on the GPU; the memory is poisoned first.
+class PackedOnDevice {
+ public:
+  explicit PackedOnDevice(const HostLayer& layer);
+  const cuda::PackedLayer& view() const { return view_; }
+
+  std::vector<uint8_t> Fc1Units() const;
+  std::vector<uint8_t> Fc2Units() const;
+  std::vector<float> Fc1Factors() const;
+  std::vector<float> Fc2Factors() const;
+
+ private:
+  LayerSpec spec_;
+  DeviceArray<uint8_t> block_;
+  cuda::PackedLayer view_;
 };
 
 // Placement tables on the device for one rank that holds every expert: slot = expert.
