@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "config/model_spec.h"
 
@@ -47,5 +48,10 @@ void SwiGlu(const float* g, const float* u, float limit, int64_t count, float* h
 
 // The instruction set that the calls above use on this machine, e.g. "AVX3_ZEN4".
 std::string InstructionSet();
+
+// Those compiled in that this machine has, best first.
+std::vector<std::string> InstructionSets();
+// Only for tests, while no step runs: use this one, or the best again if `name` is empty.
+void ForceInstructionSetForTest(const std::string& name);
 
 }  // namespace expertd::cpu
