@@ -31,6 +31,9 @@ inline constexpr int64_t kMaxInflightBytes = 1ll << 30;      // request bytes he
 inline constexpr int32_t kMaxStreamInflight = 64;            // requests of one ForwardStream
 inline constexpr int32_t kMaxConcurrentStreams = 1024;       // HTTP/2 streams of one connection
 inline constexpr int64_t kMaxMessageBytes = (2ll << 30) - 1;    // protobuf's own limit
+inline constexpr int32_t kKeptAllocationBytes = 32 << 20;  // glibc's largest threshold for staying off mmap
+inline constexpr int32_t kKeptHeapBytes = 1 << 30;        // free memory at the heap's end that is kept
+inline constexpr int32_t kHttp2FrameBytes = (16 << 20) - 1;  // the largest: fewer, larger reads
 inline constexpr int32_t kSelfTestMaxTokens = 8;             // computed in double on the CPU
 inline constexpr int32_t kCpuRoundRoutes = 8192;             // routes of all ranks that the CPU backend holds at a time
 
@@ -52,6 +55,9 @@ inline constexpr int64_t kStepTimeoutMs = 30'000;        // a step that takes lo
 inline constexpr int64_t kRetryPushbackMs = 50;          // queue full: when to come back
 inline constexpr int64_t kDrainDeadlineMs = 30'000;      // SIGTERM: what is in flight may finish
 inline constexpr int64_t kClientKeepaliveMinMs = 10'000; // clients may ping this often
+inline constexpr int64_t kServerKeepaliveMs = 20'000;    // the server pings a silent client
+inline constexpr int64_t kServerKeepaliveTimeoutMs = 10'000;  // and gives it up
+inline constexpr int64_t kShutdownMarginMs = 10'000;     // beyond the drain deadline: then the process ends hard
 
 // --- client (call, bench and programs that use server/client.h)
 inline constexpr int32_t kClientMaxAttempts = 5;          // of one call, its first included

@@ -1,10 +1,89 @@
+#include <malloc.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <string>
+
+#include "config/exit_codes.h"
+#include "config/limits.h"
+#include "server/app.h"
 #include "server/commands/commands.h"
+#include "server/commands/server_options.h"
+#include "server/lifecycle.h"
+#include "server/logging.h"
+#include "spdlog/spdlog.h"
 
 namespace expertd {
+namespace {
+
+// Message buffers stay mapped: unmapping and faulting them in again costs more than copying them.
+void KeepMessageMemory() {
+  mallopt(M_MMAP_THRESHOLD, limits::kKeptAllocationBytes);
+  mallopt(M_TRIM_THRESHOLD, limits::kKeptHeapBytes);
+}
+
+// Written beside and renamed: a reader never sees half an address.
+absl::Status WriteAddress(const std::string& path, const std::string& address) {
+  const std::string temporary = path + ".new";
+  {
+    std::ofstream file(temporary, std::ios::trunc);
+    file << address << "\n";
+    if (!file.flush()) return absl::UnavailableError("cannot write " + temporary);
+  }
+  std::error_code error;
+  std::filesystem::rename(temporary, path, error);
+  if (error) return absl::UnavailableError("cannot write " + path + ": " + error.message());
+  return absl::OkStatus();
+}
+
+int Complain(const absl::Status& status, int exit_code) {
+  std::fprintf(stderr, "expertd serve: %s\n", std::string(status.message()).c_str());
+  return exit_code;
+}
+
+int Serve(const ServerConfig& config) {
+  SetUpLogging(config.log_level, config.log_format);
+  KeepMessageMemory();
+  const absl::StatusOr<std::unique_ptr<App>> app = App::Open(config, BackendFor(config));
+  if (!app.ok()) return Complain(app.status(), exit_codes::kDataError);
+  const absl::StatusOr<std::string> address = (*app)->Listen();
+  if (!address.ok()) return Complain(address.status(), exit_codes::kOsError);
+  SignalWatcher signals([&app] { (*app)->BeginDrain(); });
+  spdlog::info("listening on {}", *address);
+  std::printf("%s\n", address->c_str());
+  std::fflush(stdout);
+  if (!config.address_file.empty()) {
+    const absl::Status written = WriteAddress(config.address_file, *address);
+    if (!written.ok()) return Complain(written, exit_codes::kOsError);
+  }
+  (*app)->StartLoading();
+
+  const absl::Status over = (*app)->WaitUntilOver();
+  if (!over.ok()) Complain(over, 0);
+  const absl::Time deadline = absl::Now() + absl::Milliseconds(config.drain_deadline_ms);
+  Watchdog watchdog("shutdown", deadline + absl::Milliseconds(limits::kShutdownMarginMs));
+  (*app)->Shutdown(deadline);
+  return App::ExitCode(over);
+}
+
+}  // namespace
 
 void AddServeCommand(CLI::App& app, int* exit_code) {
-  CLI::App* command = app.add_subcommand("serve", "");
-  command->callback([exit_code] { *exit_code = 70; });
+  CLI::App* command = app.add_subcommand(
+      "serve", "Load a checkpoint's routed experts and answer requests over gRPC until SIGTERM");
+  const auto options = std::make_shared<ServerOptions>(*command);
+  command->callback([options, exit_code] {
+    const absl::StatusOr<ServerConfig> config = options->Resolve();
+    if (!config.ok()) {
+      *exit_code = Complain(config.status(), exit_codes::kUsage);
+    } else if (options->print_config()) {
+      std::fputs(ToToml(*config).c_str(), stdout);
+    } else {
+      *exit_code = Serve(*config);
+    }
+  });
 }
 
 }  // namespace expertd

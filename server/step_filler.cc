@@ -1,0 +1,65 @@
+#include "server/step_filler.h"
+
+#include <algorithm>
+
+#include "config/check.h"
+
+namespace expertd {
+namespace {
+
+void CopyRows(const RequestView& view, int64_t first, const Placed& placed, int32_t step_top_k,
+              const RankBatch& rank) {
+  char* hidden = static_cast<char*>(rank.hidden) +
+                 placed.first_row * view.hidden_size * DTypeBytes(view.key.input_dtype);
+  view.CopyHidden(first, placed.count, hidden);
+  view.CopyRoutes(first, placed.count, step_top_k, rank.ids + placed.first_row * step_top_k,
+                  rank.weights + placed.first_row * step_top_k);
+  for (int64_t i = 0; i < placed.count; ++i) {
+    rank.row_in_request[placed.first_row + i] = static_cast<int32_t>(first + i);
+  }
+}
+
+}  // namespace
+
+FilledStep FillStep(const BatchKey& key, const std::vector<std::shared_ptr<Call>>& calls,
+                    const StepMemory& memory, int32_t max_tokens_per_rank) {
+  FilledStep filled;
+  MoeStep& step = filled.step;
+  step.layer = key.layer;
+  step.input_dtype = key.input_dtype;
+  step.output_dtype = key.output_dtype;
+  step.ranks = memory.ranks;
+  step.top_k = 1;
+  for (const auto& call : calls) {
+    filled.rows += call->view.num_tokens;
+    step.top_k = std::max(step.top_k, call->view.top_k);
+  }
+  const int64_t num_ranks = static_cast<int64_t>(step.ranks.size());
+  EXPERTD_CHECK(filled.rows <= num_ranks * max_tokens_per_rank);
+  for (int64_t r = 0; r < num_ranks; ++r) {
+    step.ranks[r].num_tokens =
+        static_cast<int32_t>(filled.rows / num_ranks + (r < filled.rows % num_ranks ? 1 : 0));
+  }
+
+  int32_t rank = 0;
+  int64_t used = 0;  // rows of `rank`
+  for (const auto& call : calls) {
+    std::vector<Placed>& parts = filled.placed.emplace_back();
+    for (int64_t row = 0; row < call->view.num_tokens;) {
+      if (used == step.ranks[rank].num_tokens) {
+        ++rank;
+        used = 0;
+        continue;
+      }
+      const int64_t count =
+          std::min<int64_t>(call->view.num_tokens - row, step.ranks[rank].num_tokens - used);
+      parts.push_back({rank, used, count});
+      CopyRows(call->view, row, parts.back(), step.top_k, step.ranks[rank]);
+      used += count;
+      row += count;
+    }
+  }
+  return filled;
+}
+
+}  // namespace expertd
