@@ -18,6 +18,7 @@ struct CheckpointOptions {
   bool allow_symlinks = false;  // links that leave the directory (and are not a Hugging Face cache)
   int32_t first_layer = 0;      // serve the MoE layers first..last only
   int32_t last_layer = -1;      // -1 = to the end
+  std::vector<int32_t> experts;  // only these must be there, e.g. one rank's; empty = all
 };
 
 // A byte range of one shard.
@@ -65,7 +66,7 @@ class Checkpoint {
   // What a reader should know and what stops nothing: layers that are not served, and why.
   const std::vector<std::string>& notes() const { return notes_; }
 
-  // The layer must be one of layers(), 0 <= expert < E.
+  // The layer must be one of layers(), 0 <= expert < E and one of CheckpointOptions::experts.
   const MatrixLocation& Locate(int32_t layer, int32_t expert, Matrix matrix) const;
 
   // Human sentence for ranges of Locate: "tensor NAME in FILE".

@@ -200,6 +200,14 @@ absl::Status MakeEmptyDirectory(const std::filesystem::path& dir) {
   return absl::OkStatus();
 }
 
+absl::Status CheckFreeSpace(const std::filesystem::path& dir, uint64_t bytes) {
+  std::error_code error;
+  const std::filesystem::space_info space = std::filesystem::space(dir, error);
+  if (error || space.available >= bytes) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "directory: ", dir.string(), " has ", space.available, " bytes free, expected ", bytes));
+}
+
 }  // namespace
 
 absl::Status WriteCheckpoint(const CheckpointRequest& request, CheckpointSummary* summary) {
@@ -217,6 +225,8 @@ absl::Status WriteCheckpoint(const CheckpointRequest& request, CheckpointSummary
                      plan.shards.size(), " shards, expected at most ", limits::kMaxShards));
   }
   if (auto status = MakeEmptyDirectory(request.dir); !status.ok()) return status;
+
+  if (auto status = CheckFreeSpace(request.dir, plan.TensorBytes()); !status.ok()) return status;
 
   CheckpointSummary written;
   written.num_shards = static_cast<int32_t>(plan.shards.size());

@@ -71,7 +71,15 @@ std::string RangesText(const std::vector<int32_t>& numbers) {
 
 ExpertTable::ExpertTable(const ModelConfig* config, const CheckpointOptions& options,
                          Problems* problems)
-    : config_(config), options_(options), problems_(problems) {}
+    : config_(config), options_(options), problems_(problems) {
+  if (config_ == nullptr || options_.experts.empty()) return;
+  needed_expert_.resize(static_cast<size_t>(config_->num_experts));
+  for (const int32_t expert : options_.experts) {
+    if (expert >= 0 && expert < config_->num_experts) {
+      needed_expert_[static_cast<size_t>(expert)] = true;
+    }
+  }
+}
 
 bool ExpertTable::Take(const TensorInfo& tensor, int32_t file, const std::string& file_name) {
   if (!NamesExperts(tensor.name)) {
@@ -331,6 +339,7 @@ void ExpertTable::ListMissing(int32_t number, Recipe recipe, const Layer& layer)
 
   std::vector<int32_t> absent;
   for (int32_t expert = 0; expert < config_->num_experts; ++expert) {
+    if (!needed_expert_.empty() && !needed_expert_[static_cast<size_t>(expert)]) continue;
     const Parts* matrices = &layer.matrices[static_cast<size_t>(expert) * kNumMatrices];
     bool any = false;
     for (int m = 0; m < kNumMatrices; ++m) {

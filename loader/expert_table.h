@@ -68,6 +68,7 @@ class ExpertTable {
   const ModelConfig* config_;
   const CheckpointOptions options_;
   Problems* problems_;
+  std::vector<bool> needed_expert_;  // [E]; empty = all
 
   const Family* scheme_ = nullptr;
   std::string scheme_example_;  // the tensor that told

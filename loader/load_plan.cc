@@ -32,6 +32,7 @@ LoadPlan MakeLoadPlan(const Checkpoint& checkpoint, const Placement& placement, 
         for (int m = 0; m < kNumMatrices; ++m) {
           const auto matrix = static_cast<Matrix>(m);
           const MatrixLocation& location = checkpoint.Locate(spec.layer, expert, matrix);
+          EXPERTD_CHECK(location.codes.file >= 0);  // else: not one of CheckpointOptions::experts
           plan.reads.push_back({{rank, spec.layer, slot, matrix}, expert, location});
           plan.total_bytes += static_cast<int64_t>(BytesOf(location));
         }

@@ -100,7 +100,7 @@ class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
   bool end_object() override {
     if (state_ == State::kTensor) {
       if (seen_fields_ != 7) {
-        return Fail(absl::StrCat(Where(), ": missing ", MissingFields(),
+        return Fail(absl::StrCat(Where(), ": found no ", MissingFields(),
                                  ", expected dtype, shape and data_offsets"));
       }
       state_ = State::kTop;
@@ -135,7 +135,7 @@ class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
 
   bool parse_error(std::size_t position, const std::string& /*last_token*/,
                    const nlohmann::detail::exception& /*exception*/) override {
-    return Fail(absl::StrCat("header: not valid UTF-8 JSON at byte ", position,
+    return Fail(absl::StrCat("header: found text that is not valid UTF-8 JSON at byte ", position,
                              ", expected one JSON object"));
   }
 

@@ -80,7 +80,8 @@ class IndexHandler final : public nlohmann::json_sax<nlohmann::json> {
 
   bool parse_error(std::size_t position, const std::string& /*last_token*/,
                    const nlohmann::detail::exception& /*exception*/) override {
-    return Fail(absl::StrCat("not valid UTF-8 JSON at byte ", position, ", expected one object"));
+    return Fail(absl::StrCat("found text that is not valid UTF-8 JSON at byte ", position,
+                             ", expected one object"));
   }
 
  private:
