@@ -167,8 +167,9 @@ int Run(const MakeCheckpointFlags& flags) {
   const auto start = std::chrono::steady_clock::now();
   if (auto status = WriteCheckpoint(*request, &summary); !status.ok()) {
     std::fprintf(stderr, "expertd make-checkpoint: %s\n", std::string(status.message()).c_str());
-    return status.code() == absl::StatusCode::kUnavailable ? exit_codes::kOsError
-                                                           : exit_codes::kUsage;
+    const bool wrong_flags = status.code() == absl::StatusCode::kInvalidArgument ||
+                             status.code() == absl::StatusCode::kAlreadyExists;
+    return wrong_flags ? exit_codes::kUsage : exit_codes::kOsError;
   }
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
   PrintSummary(*request, summary, seconds.count());
