@@ -4,7 +4,7 @@
 function(expertd_bundle target)
   # DT_RPATH and not DT_RUNPATH: it also holds for what the libraries load themselves.
   target_link_options(${target} PRIVATE -Wl,--disable-new-dtags)
-  set_target_properties(${target} PROPERTIES INSTALL_RPATH "$ORIGIN/lib")
+  set_target_properties(${target} PROPERTIES INSTALL_RPATH "$ORIGIN/lib" BUILD_RPATH "$ORIGIN/lib")
   install(TARGETS ${target} RUNTIME_DEPENDENCY_SET expertd_libraries
     RUNTIME DESTINATION . COMPONENT bundle)
   # glibc and the driver's libcuda belong to the machine.
