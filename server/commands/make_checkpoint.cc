@@ -207,15 +207,17 @@ void AddMakeCheckpointCommand(CLI::App& app, int* exit_code) {
       "make-checkpoint",
       "Write a random FP4 checkpoint: any supported family, any size, whole or broken on purpose.\n"
       "The same options give the same bytes on every machine.");
-  command->add_option("dir", flags->dir, "Directory to write: new or empty")->required();
+  command->add_option("dir", flags->dir, "Directory to write: new or empty")
+      ->required()
+      ->type_name("DIR");
   command->add_option("--preset", flags->preset, "Geometry and family to start from [tiny]")
       ->type_name("NAME");
   command->add_option("--recipe", flags->recipe, "Number format; default: the preset's")
       ->check(CLI::IsMember({"mxfp4", "nvfp4"}))
-      ->type_name("");
+      ->type_name("NAME");
   command->add_option("--style", flags->style, "Tensor names; default: the preset's")
       ->check(CLI::IsMember({"deepseek-v4", "qwen3"}))
-      ->type_name("");
+      ->type_name("NAME");
   command->add_option("--layers", flags->layers, "Layers to write; default: all of the preset")
       ->type_name("A-B");
   command
