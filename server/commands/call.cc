@@ -2,7 +2,8 @@
 #include <fstream>
 #include <iostream>
 #include <memory>
-#include <sstream>
+#include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -20,7 +21,7 @@ namespace {
 constexpr char kExpertService[] = "expertd.v1.ExpertService";
 constexpr char kDescription[] =
     "Send one request to a running daemon and print the answer.\n\n"
-    "Choose one of --health, --info, --layers, --progress, --self-test, --layer, --input.";
+    "Choose one thing to ask; the other options shape it.";
 constexpr char kFooter[] =
     "Examples:\n"
     "  expertd call 127.0.0.1:50061 --health --wait 60s    until the weights are loaded\n"
@@ -159,21 +160,41 @@ int RunCall(const CallFlags& flags) {
   return RunForward(flags, connected);
 }
 
-void AddActions(CLI::App* command, CallFlags* flags) {
-  CLI::Option_group* action = command->add_option_group("+What to ask");
-  action->add_flag("--health", flags->health, "is the service healthy? With --wait: until it is");
-  action->add_flag("--info", flags->info, "version, model, backend, limits");
-  action->add_flag("--layers", flags->layers, "the layers that are served and their geometry");
-  action->add_flag("--progress", flags->progress, "how far the weights are loaded");
-  action
-      ->add_option("--self-test", flags->self_test,
-                   "the server checks its own answers: all layers or one")
-      ->type_name("all|LAYER");
-  action->add_option("--layer", flags->layer, "send a made-up batch through this layer")
-      ->type_name("LAYER");
-  action->add_option("--input", flags->input, "send the request of this file; - is standard input")
-      ->type_name("FILE.json");
-  action->require_option(1);
+// Exactly one of these is wanted; checked after parsing, where the message can name them all.
+std::vector<CLI::Option*> AddActions(CLI::App* command, CallFlags* flags) {
+  std::vector<CLI::Option*> actions = {
+      command->add_flag("--health", flags->health,
+                        "is the service healthy? With --wait: until it is"),
+      command->add_flag("--info", flags->info, "version, model, backend, limits"),
+      command->add_flag("--layers", flags->layers, "the layers that are served, their geometry"),
+      command->add_flag("--progress", flags->progress, "how far the weights are loaded"),
+      command
+          ->add_option("--self-test", flags->self_test,
+                       "the server checks its own answers: all layers or one")
+          ->type_name("all|LAYER"),
+      command->add_option("--layer", flags->layer, "send a made-up batch through this layer")
+          ->type_name("LAYER"),
+      command
+          ->add_option("--input", flags->input,
+                       "send the request of this file; - is standard input")
+          ->type_name("FILE.json"),
+  };
+  for (CLI::Option* action : actions) action->group("What to ask");
+  return actions;
+}
+
+void CheckOneAction(const std::vector<CLI::Option*>& actions) {
+  std::string given;
+  int num_given = 0;
+  for (const CLI::Option* action : actions) {
+    if (action->count() == 0) continue;
+    absl::StrAppend(&given, num_given++ == 0 ? "" : ", ", action->get_name());
+  }
+  if (num_given == 1) return;
+  throw CLI::ValidationError("what to ask", "found " + (given.empty() ? "nothing" : given) +
+                                                ", expected exactly one of --health, --info, "
+                                                "--layers, --progress, --self-test, --layer, "
+                                                "--input");
 }
 
 }  // namespace
@@ -183,7 +204,7 @@ void AddCallCommand(CLI::App& app, int* exit_code) {
   CLI::App* command = app.add_subcommand("call", kDescription);
   command->footer(kFooter);
   AddAddress(command, &flags->address);
-  AddActions(command, flags.get());
+  const std::vector<CLI::Option*> actions = AddActions(command, flags.get());
   command->add_option("--tokens", flags->request.tokens, "rows of --layer or --self-test")
       ->capture_default_str()
       ->type_name("T")
@@ -206,7 +227,10 @@ void AddCallCommand(CLI::App& app, int* exit_code) {
       ->capture_default_str()
       ->type_name("NAME");
   command->add_flag("--json", flags->json, "print the answer as JSON");
-  command->callback([flags, exit_code] { *exit_code = RunCall(*flags); });
+  command->callback([flags, actions, exit_code] {
+    CheckOneAction(actions);
+    *exit_code = RunCall(*flags);
+  });
 }
 
 }  // namespace expertd
