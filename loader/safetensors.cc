@@ -33,7 +33,7 @@ static_assert(kTypes.size() == static_cast<size_t>(TensorType::kC64) + 1);
 
 constexpr char kMetadataKey[] = "__metadata__";
 
-absl::Status Invalid(std::string text) { return absl::InvalidArgumentError(std::move(text)); }
+absl::Status Invalid(const std::string& text) { return absl::InvalidArgumentError(text); }
 
 // Events of the JSON parser -> tensors with offsets relative to the data. A SAX handler because a
 // DOM would silently keep the last of two equal keys.
