@@ -24,6 +24,12 @@ function(expertd_library name)
   target_link_libraries(${name} PUBLIC expertd_flags ${ARG_LINKS})
 endfunction()
 
+# Where tests find the tree.
+add_library(expertd_test_paths INTERFACE)
+target_compile_definitions(expertd_test_paths INTERFACE
+  EXPERTD_SOURCE_DIR="${CMAKE_SOURCE_DIR}" EXPERTD_BINARY_DIR="${CMAKE_BINARY_DIR}"
+  EXPERTD_TEST_VECTORS="${CMAKE_SOURCE_DIR}/tests/vectors")
+
 # expertd_test(NAME SOURCES a_test.cc LINKS x y [LABELS l] [TIMEOUT s]): every GoogleTest case becomes
 # a ctest entry. The golden vectors are found through EXPERTD_TEST_VECTORS.
 function(expertd_test name)
@@ -35,10 +41,8 @@ function(expertd_test name)
     math(EXPR ARG_TIMEOUT "4 * ${ARG_TIMEOUT}")
   endif()
   add_executable(${name} ${ARG_SOURCES})
-  target_link_libraries(${name} PRIVATE expertd_flags ${ARG_LINKS} GTest::gmock GTest::gtest_main)
-  target_compile_definitions(${name} PRIVATE
-    EXPERTD_SOURCE_DIR="${CMAKE_SOURCE_DIR}" EXPERTD_BINARY_DIR="${CMAKE_BINARY_DIR}"
-    EXPERTD_TEST_VECTORS="${CMAKE_SOURCE_DIR}/tests/vectors")
+  target_link_libraries(${name} PRIVATE expertd_flags expertd_test_paths ${ARG_LINKS} GTest::gmock
+    GTest::gtest_main)
   gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST
     PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
 endfunction()
