@@ -138,6 +138,7 @@ void Engine::Run() {
     if (!stop) {
       FormIfClosed();
       LaunchSteps();
+      FormIfClosed();  // a step that could not even be submitted leaves nothing to wait for
       continue;
     }
     RefuseQueued(stop_reason_);
@@ -292,8 +293,8 @@ void Engine::FormIfClosed() {
   if (!group_->closed().has_value() || fatal_ || !launched_.empty()) return;
   group_->Form();
   spdlog::info("generation {} serves", group_->generation());
-  on_health_(absl::OkStatus());
   batcher_.Open();
+  on_health_(absl::OkStatus());
 }
 
 }  // namespace expertd
