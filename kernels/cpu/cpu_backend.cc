@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -80,6 +81,7 @@ class CpuBackend final : public Backend {
   std::condition_variable released_;  // AcquireStep waits for a free memory
   bool stop_ = false;
   int32_t in_flight_ = 0;
+  std::optional<std::pair<uint64_t, uint64_t>> last_submitted_;  // generation, step: they ascend
   absl::Status abort_reason_;
   std::vector<Rank> ranks_;
 };
@@ -334,11 +336,17 @@ absl::Status CpuBackend::Submit(const MoeStep& step, Done done) {
   {
     std::lock_guard lock(mutex_);
     if (!abort_reason_.ok()) return abort_reason_;
+    if (last_submitted_ && std::pair(step.generation, step.step) <= *last_submitted_) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("step ", step.step, " of generation ", step.generation, " after step ",
+                       last_submitted_->second, " of generation ", last_submitted_->first));
+    }
     if (in_flight_ >= limits::kStepsInFlight) {
       return absl::ResourceExhaustedError(
           absl::StrCat(in_flight_, " steps are in flight, at most ", limits::kStepsInFlight));
     }
     ++in_flight_;
+    last_submitted_ = std::pair(step.generation, step.step);
     for (Rank& rank : ranks_) rank.queue.push_back(run);
   }
   work_.notify_all();
