@@ -189,20 +189,25 @@ void CheckpointBuilder::CheckIndexComplete() {
 
 Checkpoint Checkpoint::Examine(const fs::path& dir, const CheckpointOptions& options,
                                Problems* problems) {
+  std::error_code error;
+  if (!fs::is_directory(dir, error)) {
+    problems->Add(absl::StrCat(dir.string(), ": found no directory, expected one with ",
+                               kConfigName, " and safetensors files"));
+    Checkpoint nothing;
+    nothing.model_name_ = ModelName(dir);
+    nothing.family_ = "unknown";
+    return nothing;
+  }
   return CheckpointBuilder(dir, options, problems).Build();
 }
 
 absl::StatusOr<Checkpoint> Checkpoint::Open(const fs::path& dir, const CheckpointOptions& options) {
-  std::error_code error;
-  if (!fs::is_directory(dir, error)) {
-    return absl::NotFoundError(absl::StrCat(dir.string(),
-                                            ": found no directory, expected one with ", kConfigName,
-                                            " and safetensors files"));
-  }
   Problems problems;
   Checkpoint checkpoint = Examine(dir, options, &problems);
-  if (!problems.empty()) return problems.ToStatus(dir.string());
-  return checkpoint;
+  if (problems.empty()) return checkpoint;
+  std::error_code error;
+  if (!fs::is_directory(dir, error)) return absl::NotFoundError(problems.lines().front());
+  return problems.ToStatus(dir.string());
 }
 
 const MatrixLocation& Checkpoint::Locate(int32_t layer, int32_t expert, Matrix matrix) const {

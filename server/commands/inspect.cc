@@ -1,10 +1,75 @@
+#include "loader/inspect.h"
+
+#include <cstdio>
+#include <memory>
+#include <string>
+
+#include "absl/strings/numbers.h"
+#include "config/exit_codes.h"
+#include "config/limits.h"
 #include "server/commands/commands.h"
 
 namespace expertd {
+namespace {
+
+struct InspectFlags {
+  std::string dir;
+  std::string layers;
+  InspectOptions options;
+  bool json = false;
+};
+
+// "7" or "4-7", both ends included. CLI11's convention: an error text, empty if good.
+std::string ParseLayers(const std::string& text, CheckpointOptions* options) {
+  const size_t dash = text.find('-');
+  int32_t first = 0;
+  int32_t last = 0;
+  if (!absl::SimpleAtoi(text.substr(0, dash), &first) ||
+      !absl::SimpleAtoi(dash == std::string::npos ? text : text.substr(dash + 1), &last) ||
+      first < 0 || last < first) {
+    return "--layers: found \"" + text + "\", expected A or A-B with 0 <= A <= B";
+  }
+  options->first_layer = first;
+  options->last_layer = last;
+  return "";
+}
+
+int RunInspect(const InspectFlags& flags) {
+  const InspectReport report = Inspect(flags.dir, flags.options);
+  const std::string text = flags.json ? InspectJson(report) : InspectText(report);
+  std::fputs(text.c_str(), stdout);
+  return report.CanBeServed() ? exit_codes::kOk : exit_codes::kFailed;
+}
+
+}  // namespace
 
 void AddInspectCommand(CLI::App& app, int* exit_code) {
-  CLI::App* command = app.add_subcommand("inspect", "");
-  command->callback([exit_code] { *exit_code = 70; });
+  CLI::App* command = app.add_subcommand(
+      "inspect",
+      "What a checkpoint holds, which rank would load what, and everything that is wrong with it.\n"
+      "Reads config and headers only; exit status 0 if it can be served, 1 if not.");
+  const auto flags = std::make_shared<InspectFlags>();
+  command->add_option("DIR", flags->dir, "Directory with config.json and safetensors files")
+      ->required();
+  command
+      ->add_option("--ranks", flags->options.num_ranks,
+                   "Number of ranks the experts are spread over")
+      ->check(CLI::Range(1, limits::kMaxRanks))
+      ->capture_default_str();
+  command->add_option("--rank", flags->options.rank, "Look at this rank's experts only (from 0)")
+      ->check(CLI::Range(0, limits::kMaxRanks - 1));
+  command
+      ->add_option("--layers", flags->layers,
+                   "Layers to serve, A or A-B as the tensors are numbered (default: all)")
+      ->check([flags](const std::string& text) {
+        return ParseLayers(text, &flags->options.checkpoint);
+      });
+  command->add_flag("--json", flags->json, "One JSON document instead of text");
+  command->add_flag("--verify", flags->options.verify,
+                    "Also read and check block scales and second-level scales");
+  command->add_flag("--allow-symlinks", flags->options.checkpoint.allow_symlinks,
+                    "Follow links that lead out of the directory");
+  command->callback([flags, exit_code] { *exit_code = RunInspect(*flags); });
 }
 
 }  // namespace expertd
