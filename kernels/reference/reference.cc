@@ -1,6 +1,7 @@
 #include "kernels/reference/reference.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 
@@ -14,6 +15,27 @@ double DecodeScale(Recipe recipe, uint8_t byte) {
   return recipe == Recipe::kMxfp4 ? DecodeUe8m0(byte) : DecodeE4m3(byte);
 }
 
+// What every byte of a file means, so that decoding a row is two look-ups.
+struct DecodeTables {
+  std::array<std::array<double, 2>, 256> code_pairs;  // the even K element first
+  std::array<double, 256> scales;
+};
+
+DecodeTables MakeTables(Recipe recipe) {
+  DecodeTables tables;
+  for (int byte = 0; byte < 256; ++byte) {
+    tables.code_pairs[byte] = {kE2m1Values[byte & 15], kE2m1Values[byte >> 4]};
+    tables.scales[byte] = DecodeScale(recipe, static_cast<uint8_t>(byte));
+  }
+  return tables;
+}
+
+const DecodeTables& TablesFor(Recipe recipe) {
+  static const DecodeTables mxfp4 = MakeTables(Recipe::kMxfp4);
+  static const DecodeTables nvfp4 = MakeTables(Recipe::kNvfp4);
+  return recipe == Recipe::kMxfp4 ? mxfp4 : nvfp4;
+}
+
 void CheckSizes(const MatrixView& matrix, Recipe recipe, MatrixShape shape) {
   EXPERTD_CHECK(static_cast<int64_t>(matrix.codes.size()) == shape.CodeBytes());
   EXPERTD_CHECK(static_cast<int64_t>(matrix.scales.size()) == shape.ScaleBytes(recipe));
@@ -22,15 +44,16 @@ void CheckSizes(const MatrixView& matrix, Recipe recipe, MatrixShape shape) {
 // e2m1 * block scale of one row, without the second level: exact in double. values [in].
 void DecodeRow(const MatrixView& matrix, Recipe recipe, MatrixShape shape, int64_t row,
                absl::Span<double> values) {
+  const DecodeTables& tables = TablesFor(recipe);
   const int64_t group = ScaleGroup(recipe);
   const uint8_t* codes = matrix.codes.data() + row * (shape.in / 2);
   const uint8_t* scales = matrix.scales.data() + row * (shape.in / group);
   for (int64_t block = 0; block < shape.in / group; ++block) {
-    const double scale = DecodeScale(recipe, scales[block]);
+    const double scale = tables.scales[scales[block]];
     for (int64_t col = block * group; col < (block + 1) * group; col += 2) {
-      const uint8_t pair = codes[col / 2];
-      values[col] = kE2m1Values[pair & 15] * scale;
-      values[col + 1] = kE2m1Values[pair >> 4] * scale;
+      const std::array<double, 2> pair = tables.code_pairs[codes[col / 2]];
+      values[col] = pair[0] * scale;
+      values[col + 1] = pair[1] * scale;
     }
   }
 }
