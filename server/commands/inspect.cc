@@ -27,7 +27,7 @@ std::string ParseLayers(const std::string& text, CheckpointOptions* options) {
   if (!absl::SimpleAtoi(text.substr(0, dash), &first) ||
       !absl::SimpleAtoi(dash == std::string::npos ? text : text.substr(dash + 1), &last) ||
       first < 0 || last < first) {
-    return "--layers: found \"" + text + "\", expected A or A-B with 0 <= A <= B";
+    return "found \"" + text + "\", expected A or A-B with 0 <= A <= B";
   }
   options->first_layer = first;
   options->last_layer = last;

@@ -43,10 +43,12 @@ int Complain(const absl::Status& status, int exit_code) {
   return exit_code;
 }
 
-int Serve(const ServerConfig& config) {
-  SetUpLogging(config.log_level, config.log_format);
+int Serve(const ServerConfig& given) {
+  SetUpLogging(given.log_level, given.log_format);
   KeepMessageMemory();
-  const absl::StatusOr<std::unique_ptr<App>> app = App::Open(config, BackendFor(config));
+  ServerConfig config = given;
+  config.backend = ResolveBackend(given);
+  const absl::StatusOr<std::unique_ptr<App>> app = App::Open(config, BackendFor(config.backend));
   if (!app.ok()) return Complain(app.status(), exit_codes::kDataError);
   const absl::StatusOr<std::string> address = (*app)->Listen();
   if (!address.ok()) return Complain(address.status(), exit_codes::kOsError);
