@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "kernels/cuda/moe_layer/params.h"
+#include "kernels/cuda/moe_layer/shared_memory.cuh"
+#include "kernels/cuda/ptx/warp.cuh"
+#include "kernels/cuda/ptx/wgmma.cuh"
+
+// What happens to a warp's accumulators: 16 weight rows x the tile's tokens; acc[4 j + 2 r + c] is row
+// g + 8 r (g = lane / 4), token 8 j + 2 (lane % 4) + c. An 8 x 8 block is transposed between the lanes
+// so that each lane stores two neighbouring columns of one token.
+namespace expertd::cuda::moe_layer {
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// silu(min(gate, L)) * clamp(up, -L, L); NaN stays NaN. L = infinity for no clamp.
+__device__ __forceinline__ float swiglu(float gate, float up, float limit) {
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+}
+
+// FC1: row g is gate and row g + 8 up of one column of the intermediate. h [route position][I].
+__device__ __forceinline__ void store_intermediate(const MoeLayerParams& params, const TileSlot& tile,
+                                                   const float (&acc)[ptx::kAccumulators], int row_tile,
+                                                   int warp_in_group, int lane) {
+  const float* factors =
+      params.fc1_factors + (int64_t{tile.tile.slot} * (params.intermediate / 32) + row_tile) * 2;
+  const float gate_factor = factors[0];
+  const float up_factor = factors[1];
+  const float limit = params.swiglu_limit > 0 ? params.swiglu_limit : __int_as_float(0x7f800000);
+  const int column = row_tile * 32 + warp_in_group * 8 + 2 * (lane & 3);
+  uint16_t* h = params.local.h +
+                int64_t{tile.first_route} * params.intermediate + column;
+#pragma unroll
+  for (int j = 0; j < ptx::kMaxN / 8; ++j) {
+    if (8 * j >= tile.width) break;
+    const float first = swiglu(acc[4 * j] * gate_factor, acc[4 * j + 2] * up_factor, limit);
+    const float second = swiglu(acc[4 * j + 1] * gate_factor, acc[4 * j + 3] * up_factor, limit);
+    const uint32_t pair = ptx::movmatrix_trans(pack_bf16(first, second));
+    const int row = 8 * j + (lane >> 2);
+    if (row < tile.rows) {
+      *reinterpret_cast<uint32_t*>(h + int64_t{row} * params.intermediate) = pair;
+    }
+  }
+}
+
+// FC2: y [route][H].
+__device__ __forceinline__ void store_output(const MoeLayerParams& params, const TileSlot& tile,
+                                             const float (&acc)[ptx::kAccumulators], int row_tile,
+                                             int warp_in_group, int lane) {
+  const float* factors =
+      params.fc2_factors + (int64_t{tile.tile.slot} * (params.hidden / 64) + row_tile) * 2;
+  const int column = row_tile * 64 + warp_in_group * 16 + 2 * (lane & 3);
+  uint16_t* y = params.local.y + column;
+  const float factor[2] = {factors[0], factors[1]};
+#pragma unroll
+  for (int j = 0; j < ptx::kMaxN / 8; ++j) {
+    if (8 * j >= tile.width) break;
+    const int row = 8 * j + (lane >> 2);
+    uint32_t pair[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      pair[r] = ptx::movmatrix_trans(
+          pack_bf16(acc[4 * j + 2 * r] * factor[r], acc[4 * j + 2 * r + 1] * factor[r]));
+    }
+    if (row < tile.rows) {
+      uint16_t* out = y + int64_t{tile.route[row]} * params.hidden;
+      *reinterpret_cast<uint32_t*>(out) = pair[0];
+      *reinterpret_cast<uint32_t*>(out + 8) = pair[1];
+    }
+  }
+}
+
+}  // namespace expertd::cuda::moe_layer

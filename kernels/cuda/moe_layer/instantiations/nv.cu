@@ -1,0 +1,8 @@
+#include "kernels/cuda/moe_layer/instantiations/instantiations.h"
+#include "kernels/cuda/moe_layer/kernel.cuh"
+
+namespace expertd::cuda::moe_layer {
+
+void (*NvKernel())(MoeLayerParams) { return moe_layer_kernel<layout::WeightFormat::kNv>; }
+
+}  // namespace expertd::cuda::moe_layer

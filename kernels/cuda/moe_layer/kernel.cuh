@@ -1,0 +1,83 @@
+#pragma once
+
+#include "kernels/cuda/moe_layer/role_combine.cuh"
+#include "kernels/cuda/moe_layer/role_expert.cuh"
+#include "kernels/cuda/moe_layer/role_route.cuh"
+#include "kernels/cuda/moe_layer/role_tokens.cuh"
+#include "kernels/cuda/moe_layer/role_weights.cuh"
+
+// One MoE layer step of one rank. See README.md for the schedule, the memory and who signals whom.
+//   grid: one CTA an SM, cooperative; block: kThreads
+//   weights -> [bulk copies] -> ring -> expert warpgroups (A operand, expanded in registers)
+//   x, h    -> [cp.async]    -> ring -> expert warpgroups (B operand)
+//   expert warpgroups -> h (FC1), y (FC2) in the workspace, one flag a 64-row tile -> token warps, combine
+namespace expertd::cuda::moe_layer {
+
+__device__ __forceinline__ void init_barriers() {
+  SharedState* state = &shared_state();
+  for (int i = 0; i < kMaxStages; ++i) {
+    ptx::mbarrier_init(ptx::shared_address(&state->full[i]), 1 + kTokenWarps);
+    ptx::mbarrier_init(ptx::shared_address(&state->empty[i]), kExpertWarps);
+  }
+  for (int i = 0; i < kTileSlots; ++i) {
+    ptx::mbarrier_init(ptx::shared_address(&state->tile_full[i]), 1);
+    ptx::mbarrier_init(ptx::shared_address(&state->tile_empty[i]), kExpertWarps + kTokenWarps);
+  }
+  for (int i = 0; i < kExpertWarpgroups; ++i) state->published[i] = 0;
+  state->gave_up = kNoFault;
+  ptx::fence_mbarrier_init();
+}
+
+// The unit past an odd number of K units is multiplied by zero tokens: it must be finite.
+__device__ __forceinline__ void clear_weights(uint8_t* memory, int bytes) {
+  for (int i = threadIdx.x * 16; i < bytes; i += kThreads * 16) {
+    *reinterpret_cast<uint4*>(memory + i) = make_uint4(0, 0, 0, 0);
+  }
+}
+
+__device__ __forceinline__ void mark(const MoeLayerParams& params, TimingMark which) {
+  if constexpr (kRecordTiming) {
+    if (params.timing) params.timing[blockIdx.x * kTimingMarks + which] = ptx::globaltimer_ns();
+  }
+}
+
+template <layout::WeightFormat kFormat>
+__global__ void __launch_bounds__(kThreads, 1) moe_layer_kernel(const __grid_constant__ MoeLayerParams
+                                                                    params) {
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+  const int lane = threadIdx.x & 31;
+  const bool claims = warp == kExpertWarps && lane == 0;
+  uint32_t first_tile = 0;
+  if (threadIdx.x == 0) {
+    mark(params, kMarkStart);
+    init_barriers();
+  }
+  if (claims) first_tile = open_step(params);
+  RouteSorter{params, reinterpret_cast<uint32_t*>(shared_memory + kStateBytes)}.sort(warp, lane);
+  const bool odd = ((params.hidden + 127) / 128 | (params.intermediate + 127) / 128) & 1;
+  if (odd) clear_weights(shared_memory + params.weights_offset, params.tables_offset - params.weights_offset);
+  ptx::fence_proxy_async_shared();
+  __syncthreads();
+  if (threadIdx.x == 0) mark(params, kMarkRouted);
+
+  if (warp >= kExpertWarps) {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (warp > kExpertWarps) {
+      TokenRole{params, Waiter{params}, warp - kExpertWarps - 1, lane}.run();
+    } else if (claims) {
+      WeightRole<kFormat>(params).run(first_tile);
+      mark(params, kMarkLastTile);
+    }
+  } else {
+    ptx::setmaxnreg_inc<kExpertRegisters>();
+    ExpertRole<kFormat>{params, Waiter{params}, warp / 4, warp % 4, lane}.run();
+    if (threadIdx.x == 0) mark(params, kMarkCombine);
+    CombineRole{params, Waiter{params}, lane}.run(warp);
+    if (threadIdx.x == 0) {
+      mark(params, kMarkEnd);
+      if (gave_up_word() != kNoFault) give_up(params, gave_up_word(), 0, 0, 0);
+    }
+  }
+}
+
+}  // namespace expertd::cuda::moe_layer

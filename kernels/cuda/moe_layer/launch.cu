@@ -1,0 +1,63 @@
+#include "kernels/cuda/moe_layer/launch.h"
+
+#include "kernels/cuda/moe_layer/instantiations/instantiations.h"
+#include "kernels/cuda/moe_layer/traits.h"
+
+namespace expertd::cuda::moe_layer {
+namespace {
+
+using Kernel = void (*)(MoeLayerParams);
+
+Kernel KernelFor(layout::WeightFormat format) {
+  return format == layout::WeightFormat::kMx ? MxKernel() : NvKernel();
+}
+
+// The parts of the parameters that follow from the others.
+MoeLayerParams Complete(MoeLayerParams params, layout::WeightFormat format,
+                        const KernelConfig& config) {
+  char* base = params.peers.at<char>(params.peers.rank, 0);
+  const layout::WorkspaceOffsets& offsets = params.workspace;
+  params.local.head = reinterpret_cast<layout::WorkspaceHead*>(base + offsets.head);
+  params.local.routes = reinterpret_cast<uint32_t*>(base + offsets.routes);
+  params.local.tile_of_route = reinterpret_cast<uint32_t*>(base + offsets.tile_of_route);
+  params.local.fc1_done = reinterpret_cast<uint32_t*>(base + offsets.fc1_done);
+  params.local.fc2_done = reinterpret_cast<uint32_t*>(base + offsets.fc2_done);
+  params.local.h = reinterpret_cast<uint16_t*>(base + offsets.h);
+  params.local.y = reinterpret_cast<uint16_t*>(base + offsets.y);
+  params.local.fc1_done_stride = layout::DoneStride(2 * params.intermediate);
+  params.local.fc2_done_stride = layout::DoneStride(params.hidden);
+  params.token_tile = config.token_tile;
+  params.num_stages = config.num_stages;
+  params.token_stage_bytes = TokenStageBytes(config.token_tile);
+  params.weights_offset = kStateBytes + config.num_stages * params.token_stage_bytes;
+  params.tables_offset = params.weights_offset + config.num_stages * WeightStageBytes(format);
+  return params;
+}
+
+}  // namespace
+
+cudaError_t PrepareDevice() {
+  for (const auto format : {layout::WeightFormat::kMx, layout::WeightFormat::kNv}) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        KernelFor(format), cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t Launch(layout::WeightFormat format, const KernelConfig& config,
+                   const MoeLayerParams& params, cudaStream_t stream) {
+  cudaLaunchAttribute cooperative = {};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = 1;
+  cudaLaunchConfig_t launch = {};
+  launch.gridDim = dim3(config.num_ctas);
+  launch.blockDim = dim3(kThreads);
+  launch.dynamicSmemBytes = config.shared_bytes;
+  launch.stream = stream;
+  launch.attrs = &cooperative;
+  launch.numAttrs = 1;
+  return cudaLaunchKernelEx(&launch, KernelFor(format), Complete(params, format, config));
+}
+
+}  // namespace expertd::cuda::moe_layer

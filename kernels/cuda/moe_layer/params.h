@@ -1,0 +1,95 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cuda/comm/peer.h"
+#include "kernels/layout/packed_weights.h"
+#include "kernels/layout/workspace.h"
+
+namespace expertd::cuda::moe_layer {
+
+// Who waited for what when a step gave up. In host-mapped memory, zero before the step; the first CTA
+// that gives up claims it (`code`), fills it and sets `complete` last.
+struct FaultRecord {
+  uint32_t code;  // FaultCode
+  uint32_t step;
+  uint32_t cta;
+  uint32_t tile;      // index in the tile list, or the route for kWaitFc2
+  uint32_t found;     // what the word read
+  uint32_t expected;  // what it was waited for
+  uint32_t waited_us;
+  uint32_t complete;
+};
+
+enum FaultCode : uint32_t {
+  kNoFault = 0,
+  kWaitFc1 = 1,       // an FC2 tile waited for the intermediate of its tokens
+  kWaitFc2 = 2,       // combine waited for the expert outputs of a token
+  kWaitPipeline = 3,  // a wait inside a CTA: a defect of this kernel or of the machine
+  kStopped = 4,       // the host's stop word
+};
+
+// The regions of this rank's workspace (layout::WorkspaceOffsets), as Launch finds them.
+struct LocalMemory {
+  layout::WorkspaceHead* head = nullptr;
+  uint32_t* routes = nullptr;
+  uint32_t* tile_of_route = nullptr;
+  uint32_t* fc1_done = nullptr;
+  uint32_t* fc2_done = nullptr;
+  uint16_t* h = nullptr;
+  uint16_t* y = nullptr;
+  int32_t fc1_done_stride = 0;
+  int32_t fc2_done_stride = 0;
+};
+
+// Everything one launch needs; pointers are device addresses.
+struct MoeLayerParams {
+  // sizes
+  int32_t num_tokens = 0;    // T, rows of this rank
+  int32_t top_k = 0;         // K, 1..32
+  int32_t hidden = 0;        // H, multiple of 64
+  int32_t intermediate = 0;  // I, multiple of 64
+  int32_t num_slots = 0;     // expert slots of this rank
+  int32_t slots_per_rank = 0;
+
+  // the step
+  const uint16_t* x = nullptr;              // [T, H] BF16, 16-byte aligned
+  const int32_t* ids = nullptr;             // [T, K] expert or -1
+  const float* weights = nullptr;           // [T, K]; not read where the id is -1
+  const int32_t* row_in_request = nullptr;  // [T], or null: 0, 1, ... (matters for replicas only)
+  void* output = nullptr;                   // [T, H]; every element is written
+  int32_t output_f32 = 0;                   // output is F32 instead of BF16
+  uint32_t step = 0;                        // 1, 2, ... since the workspace was zeroed
+
+  // placement: the replica of a route is slots[first_slot[e] + row_in_request % count]
+  const int32_t* first_slot = nullptr;  // [E + 1]
+  const int32_t* slots = nullptr;       // global slots, rank * slots_per_rank + slot
+
+  // the layer
+  const uint8_t* fc1_units = nullptr;  // layout::PackedMatrix{format, 2 I, H} by slot
+  const uint8_t* fc2_units = nullptr;  // layout::PackedMatrix{format, H, I} by slot
+  const float* fc1_factors = nullptr;  // [slots][tile][half]
+  const float* fc2_factors = nullptr;
+  float swiglu_limit = 0;  // 0 = no clamp
+
+  // memory of the rank
+  PeerMap peers;
+  layout::WorkspaceOffsets workspace;
+  LocalMemory local;  // set by Launch
+
+  // configuration (kernel_config.h)
+  int32_t token_tile = 0;  // most rows of a token tile, multiple of 8
+  int32_t num_stages = 0;
+  uint32_t token_stage_bytes = 0;  // shared memory, set by Launch: see shared_memory.cuh
+  uint32_t weights_offset = 0;
+  uint32_t tables_offset = 0;
+
+  // control, host-mapped
+  const uint32_t* stop = nullptr;  // non-zero: end soon
+  FaultRecord* fault = nullptr;
+  uint64_t timeout_ns = 0;  // of every wait
+
+  uint64_t* timing = nullptr;  // [CTA][kTimingMarks] globaltimer, if the kernel records it
+};
+
+}  // namespace expertd::cuda::moe_layer

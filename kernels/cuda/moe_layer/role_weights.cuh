@@ -1,0 +1,108 @@
+#pragma once
+
+#include "kernels/cuda/moe_layer/wait.cuh"
+#include "kernels/cuda/ptx/copy.cuh"
+
+// One thread: claims tiles, tells the other warps, and streams the weights of each through the ring. It
+// waits for free stages only, never for tokens, so FC2's weights are on their way while FC1 still runs.
+namespace expertd::cuda::moe_layer {
+
+__device__ __forceinline__ unsigned long long* claim_counter(const MoeLayerParams& params) {
+  return reinterpret_cast<unsigned long long*>(&params.local.head->claim);
+}
+
+// The next tile of the list.
+__device__ __forceinline__ uint32_t claim(const MoeLayerParams& params) {
+  return static_cast<uint32_t>(atomicAdd(claim_counter(params), 1ull));
+}
+
+// Moves the counter to this step, whoever comes first, and claims this CTA's first tile.
+__device__ __forceinline__ uint32_t open_step(const MoeLayerParams& params) {
+  atomicMax(claim_counter(params), static_cast<unsigned long long>(params.step) << 32);
+  return claim(params);
+}
+
+template <layout::WeightFormat kFormat>
+struct WeightRole {
+  const MoeLayerParams& params;
+  Waiter waiter;
+  layout::PackedMatrix fc1;
+  layout::PackedMatrix fc2;
+  uint64_t policy;
+  PipelineState stage;
+  PipelineState slot;
+
+  __device__ __forceinline__ explicit WeightRole(const MoeLayerParams& p)
+      : params(p),
+        waiter{p},
+        fc1{kFormat, 2 * p.intermediate, p.hidden},
+        fc2{kFormat, p.hidden, p.intermediate},
+        policy(ptx::policy_evict_first()) {}
+
+  __device__ __forceinline__ TileSlot& next_slot() {
+    waiter.wait(tile_empty_barrier(slot.index), slot.phase ^ 1u);
+    return shared_state().tiles[slot.index];
+  }
+  __device__ __forceinline__ void post_slot() {
+    ptx::mbarrier_arrive(tile_full_barrier(slot.index));
+    slot.advance(kTileSlots);
+  }
+
+  __device__ __forceinline__ void describe(const Tile& tile, TileSlot& out) const {
+    const uint32_t begin = route_begin(params)[tile.slot];
+    const int routes = static_cast<int>(route_begin(params)[tile.slot + 1] - begin);
+    const int width = TokenTileRows(routes, params.token_tile);
+    const int k = tile.phase == Phase::kFc1 ? params.hidden : params.intermediate;
+    out.tile = tile;
+    out.width = width;
+    out.rows = min(width, routes - tile.tile_in_slot * width);
+    out.num_stages = (k + kStageK - 1) / kStageK;
+    out.first_route = begin + tile.tile_in_slot * width;
+  }
+
+  // One stage: K units 2 stage and, unless past the end, 2 stage + 1.
+  __device__ __forceinline__ void stream(const Tile& tile) {
+    constexpr uint32_t kUnit = layout::UnitBytes(kFormat);
+    const bool is_fc1 = tile.phase == Phase::kFc1;
+    const layout::PackedMatrix& matrix = is_fc1 ? fc1 : fc2;
+    const uint8_t* source = (is_fc1 ? params.fc1_units : params.fc2_units) +
+                            tile.slot * matrix.slot_bytes() +
+                            matrix.unit_offset(tile.first_row_tile, 0);
+    const uint32_t step = matrix.group_width(tile.first_row_tile) * kUnit;
+    const uint32_t bytes = tile.num_row_tiles * kUnit;
+    const int units = matrix.num_units_k();
+    for (int unit = 0; unit < units; unit += kStageUnits) {
+      waiter.wait(empty_barrier(stage.index), stage.phase ^ 1u);
+      const uint32_t full = full_barrier(stage.index);
+      const uint32_t target = weight_stage(params, stage.index, WeightStageBytes(kFormat));
+      const bool both = unit + 1 < units;
+      ptx::mbarrier_arrive_expect_tx(full, both ? 2 * bytes : bytes);
+      if (both && bytes == layout::kGroupTiles * kUnit) {
+        ptx::bulk_copy(target, source, 2 * bytes, full, policy);
+      } else {
+        ptx::bulk_copy(target, source, bytes, full, policy);
+        if (both) {
+          ptx::bulk_copy(target + layout::kGroupTiles * kUnit, source + step, bytes, full, policy);
+        }
+      }
+      source += kStageUnits * step;
+      stage.advance(params.num_stages);
+    }
+  }
+
+  // `claimed`: this CTA's first tile.
+  __device__ __forceinline__ void run(uint32_t claimed) {
+    const Schedule& schedule = shared_state().schedule;
+    while (claimed < schedule.num_tiles && !waiter.gave_up()) {
+      const Tile tile = TileAt(schedule, tile_begin(params), claimed);
+      describe(tile, next_slot());
+      post_slot();
+      claimed = claim(params);
+      stream(tile);
+    }
+    next_slot().rows = -1;
+    post_slot();
+  }
+};
+
+}  // namespace expertd::cuda::moe_layer

@@ -1,0 +1,124 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/layout/host_device.h"
+
+// The list of tiles of a step, the same on every CTA and on the host. A tile is a block of weight rows
+// (1..4 tiles of 64 rows) times a block of one slot's tokens. The list holds all FC1 tiles, then all FC2
+// tiles; inside, by slot, then weight rows, then token tile, so that neighbours in the list share
+// weights. CTAs claim tiles in list order, and an FC2 tile waits for FC1 tiles only: always lower ones.
+namespace expertd::cuda::moe_layer {
+
+// How the routes of one slot are cut into token tiles of at most `cap` rows (a multiple of 8).
+EXPERTD_HD constexpr int NumTokenTiles(int routes, int cap) { return (routes + cap - 1) / cap; }
+// Rows of each of them, the last one fewer: as even as multiples of 8 allow.
+EXPERTD_HD constexpr int TokenTileRows(int routes, int cap) {
+  const int tiles = NumTokenTiles(routes, cap);
+  return tiles == 0 ? 0 : ((routes + tiles - 1) / tiles + 7) / 8 * 8;
+}
+
+enum class Phase : int32_t { kFc1 = 0, kFc2 = 1 };
+
+struct Tile {
+  Phase phase = Phase::kFc1;
+  int slot = 0;
+  int first_row_tile = 0;  // in tiles of 64 weight rows
+  int num_row_tiles = 0;   // 1..4
+  int token_tile = 0;      // global index of the token tile
+  int tile_in_slot = 0;    // its index among the slot's token tiles
+};
+
+// A run of slots whose tiles have one height.
+struct Section {
+  uint32_t begin = 0;  // index of its first tile in the list
+  Phase phase = Phase::kFc1;
+  int first_slot = 0;
+  int height = 0;     // 64-row tiles a tile takes; the last of a slot may be lower
+  int row_tiles = 0;  // tiles over the rows
+};
+
+inline constexpr int kMaxSections = 4;
+
+struct Schedule {
+  Section sections[kMaxSections];
+  int num_sections = 0;
+  uint32_t num_tiles = 0;
+  int fc1_row_tiles = 0;  // 64-row tiles of FC1, 2 I / 64
+  int fc2_row_tiles = 0;  // 64-row tiles of FC2, H / 64
+  int num_slots = 0;
+};
+
+namespace internal {
+
+// Last index i in [low, high) with table[i] <= value; table[low] <= value.
+EXPERTD_HD int FindLast(const uint32_t* table, int low, int high, uint32_t value) {
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (table[middle] <= value) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+EXPERTD_HD void AddSection(Schedule* schedule, const uint32_t* tile_begin, Phase phase, int first_slot,
+                           int end_slot, int height) {
+  const uint32_t token_tiles = tile_begin[end_slot] - tile_begin[first_slot];
+  if (token_tiles == 0) return;
+  const int rows = phase == Phase::kFc1 ? schedule->fc1_row_tiles : schedule->fc2_row_tiles;
+  Section& section = schedule->sections[schedule->num_sections++];
+  section = {schedule->num_tiles, phase, first_slot, height, (rows + height - 1) / height};
+  schedule->num_tiles += token_tiles * static_cast<uint32_t>(section.row_tiles);
+}
+
+}  // namespace internal
+
+// tile_begin [num_slots + 1]: token tiles before each slot. Tiles of 256 rows stream best; where they
+// would be few for the CTAs, and for the last slots of FC2 (the end of the list), 128 rows balance better.
+EXPERTD_HD Schedule MakeSchedule(const uint32_t* tile_begin, int num_slots, int fc1_row_tiles,
+                                 int fc2_row_tiles, int num_ctas) {
+  Schedule schedule;
+  schedule.fc1_row_tiles = fc1_row_tiles;
+  schedule.fc2_row_tiles = fc2_row_tiles;
+  schedule.num_slots = num_slots;
+  const uint32_t token_tiles = tile_begin[num_slots];
+  const uint32_t ctas = static_cast<uint32_t>(num_ctas);
+  const int fc1_height = token_tiles * ((fc1_row_tiles + 3) / 4) >= 3 * ctas ? 4 : 2;
+  internal::AddSection(&schedule, tile_begin, Phase::kFc1, 0, num_slots, fc1_height);
+  // The last slots of FC2 that make about one wave of 256-row tiles.
+  const uint32_t wave = ctas / static_cast<uint32_t>((fc2_row_tiles + 3) / 4) + 1;
+  const uint32_t tall = token_tiles > wave ? token_tiles - wave : 0;
+  const int split = tall == 0 ? 0 : internal::FindLast(tile_begin, 0, num_slots + 1, tall);
+  internal::AddSection(&schedule, tile_begin, Phase::kFc2, 0, split, 4);
+  internal::AddSection(&schedule, tile_begin, Phase::kFc2, split, num_slots, 2);
+  return schedule;
+}
+
+// Tile `index` < num_tiles of the list.
+EXPERTD_HD Tile TileAt(const Schedule& schedule, const uint32_t* tile_begin, uint32_t index) {
+  int s = 0;
+  while (s + 1 < schedule.num_sections && schedule.sections[s + 1].begin <= index) ++s;
+  const Section& section = schedule.sections[s];
+  const uint32_t row_tiles = static_cast<uint32_t>(section.row_tiles);
+  const uint32_t relative = index - section.begin;
+  const uint32_t position = tile_begin[section.first_slot] + relative / row_tiles;
+  Tile tile;
+  tile.phase = section.phase;
+  tile.slot = internal::FindLast(tile_begin, section.first_slot, schedule.num_slots, position);
+  const uint32_t before = tile_begin[tile.slot] - tile_begin[section.first_slot];
+  const uint32_t in_slot = relative - before * row_tiles;
+  const uint32_t count = tile_begin[tile.slot + 1] - tile_begin[tile.slot];
+  const int row_tile = static_cast<int>(in_slot / count);
+  tile.tile_in_slot = static_cast<int>(in_slot - static_cast<uint32_t>(row_tile) * count);
+  tile.token_tile = static_cast<int>(tile_begin[tile.slot]) + tile.tile_in_slot;
+  tile.first_row_tile = row_tile * section.height;
+  const int rows = section.phase == Phase::kFc1 ? schedule.fc1_row_tiles : schedule.fc2_row_tiles;
+  const int left = rows - tile.first_row_tile;
+  tile.num_row_tiles = left < section.height ? left : section.height;
+  return tile;
+}
+
+}  // namespace expertd::cuda::moe_layer

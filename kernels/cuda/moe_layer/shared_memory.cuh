@@ -1,0 +1,91 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cuda/moe_layer/params.h"
+#include "kernels/cuda/moe_layer/scheduler.h"
+#include "kernels/cuda/moe_layer/traits.h"
+#include "kernels/cuda/ptx/mbarrier.cuh"
+
+// Shared memory of a CTA:
+//   [SharedState, padded to kStateBytes]
+//   [ring: tokens, num_stages x token_tile rows][ring: weights, num_stages x weight stage]
+//   [route_begin, slots + 1][tile_begin, slots + 1]
+// While routes are sorted the ring holds their counts. Everything before the tables has an address that
+// is a constant or comes from the parameters: roles keep no pointers in registers.
+namespace expertd::cuda::moe_layer {
+
+// A claimed tile on its way from the claiming warp to the others. `rows` < 0 ends the list.
+struct TileSlot {
+  Tile tile;
+  int32_t width;         // rows of the token tile rounded up to 8: N of the multiplication
+  int32_t rows;          // valid rows
+  int32_t num_stages;    // of K
+  uint32_t first_route;  // position of the first row in the sorted routes
+  uint32_t route[kMaxTokenTile];   // t * K + k by row; written by the token warps
+  uint32_t source[kMaxTokenTile];  // row of x or h to read
+};
+
+struct SharedState {
+  uint64_t full[kMaxStages];        // stage loaded: weights' bytes + kTokenWarps arrivals
+  uint64_t empty[kMaxStages];       // stage consumed: kExpertWarps arrivals
+  uint64_t tile_full[kTileSlots];   // tile claimed: 1 arrival
+  uint64_t tile_empty[kTileSlots];  // tile done: kExpertWarps + kTokenWarps arrivals
+  uint32_t published[kExpertWarpgroups];  // warps of a warpgroup whose results of a tile are visible
+  uint32_t gave_up;                       // FaultCode of the CTA's first failed wait
+  Schedule schedule;
+  TileSlot tiles[kTileSlots];
+};
+static_assert(sizeof(SharedState) <= kStateBytes, "the ring starts behind the state");
+
+extern __shared__ __align__(1024) uint8_t shared_memory[];
+
+__device__ __forceinline__ SharedState& shared_state() {
+  return *reinterpret_cast<SharedState*>(shared_memory);
+}
+
+// Barriers by ring index.
+__device__ __forceinline__ uint32_t full_barrier(int stage) {
+  return ptx::shared_address(shared_state().full) + stage * 8;
+}
+__device__ __forceinline__ uint32_t empty_barrier(int stage) {
+  return ptx::shared_address(shared_state().empty) + stage * 8;
+}
+__device__ __forceinline__ uint32_t tile_full_barrier(int slot) {
+  return ptx::shared_address(shared_state().tile_full) + slot * 8;
+}
+__device__ __forceinline__ uint32_t tile_empty_barrier(int slot) {
+  return ptx::shared_address(shared_state().tile_empty) + slot * 8;
+}
+
+// Ring memory, as shared addresses.
+__device__ __forceinline__ uint32_t token_stage(const MoeLayerParams& params, int stage) {
+  return ptx::shared_address(shared_memory) + kStateBytes + stage * params.token_stage_bytes;
+}
+__device__ __forceinline__ uint32_t weight_stage(const MoeLayerParams& params, int stage,
+                                                 uint32_t stage_bytes) {
+  return ptx::shared_address(shared_memory) + params.weights_offset + stage * stage_bytes;
+}
+
+// [slots + 1] each: first route and first token tile of a slot.
+__device__ __forceinline__ uint32_t* route_begin(const MoeLayerParams& params) {
+  return reinterpret_cast<uint32_t*>(shared_memory + params.tables_offset);
+}
+__device__ __forceinline__ uint32_t* tile_begin(const MoeLayerParams& params) {
+  return route_begin(params) + params.num_slots + 1;
+}
+
+// Index in a ring and the parity of its current round.
+struct PipelineState {
+  int index = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance(int size) {
+    if (++index == size) {
+      index = 0;
+      phase ^= 1u;
+    }
+  }
+};
+
+}  // namespace expertd::cuda::moe_layer

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/layout/packed_weights.h"
+
+// The numbers that shape the kernel. Plain C++: kernel_config sizes a launch from them.
+namespace expertd::cuda::moe_layer {
+
+// Warp roles: 16 warps multiply (4 warpgroups, one 64-row tile each), one streams weights, three gather
+// tokens. All of them route at the start.
+inline constexpr int kExpertWarpgroups = 4;
+inline constexpr int kExpertWarps = kExpertWarpgroups * 4;
+inline constexpr int kTokenWarps = 3;
+inline constexpr int kWarps = kExpertWarps + 1 + kTokenWarps;
+inline constexpr int kThreads = kWarps * 32;
+
+// Registers a thread: what is allocated at launch is moved from the producers to the consumers.
+inline constexpr int kRegistersAtLaunch = 96;
+inline constexpr int kExpertRegisters = 112;
+inline constexpr int kProducerRegisters = 32;
+static_assert(kThreads * kRegistersAtLaunch <= 65536, "a CTA fits the register file");
+static_assert(kExpertRegisters * kExpertWarps + kProducerRegisters * (kWarps - kExpertWarps) <=
+                  kRegistersAtLaunch * kWarps,
+              "the increase waits for ever if it asks for more than the decrease gives");
+
+// A stage of the ring: 256 of K for up to 256 weight rows and the tokens of that K range.
+inline constexpr int kStageUnits = 2;
+inline constexpr int kStageK = kStageUnits * layout::kUnitK;
+inline constexpr int kTokenRowBytes = kStageK * 2;  // BF16
+inline constexpr int kMaxStages = 6;
+inline constexpr int kMaxTokenTile = 80;
+inline constexpr int kTileSlots = 3;  // tiles between the claiming warp and the last consumer
+inline constexpr int kStateBytes = 3072;  // barriers and tiles at the head of shared memory
+inline constexpr int kMaxSlots = 1024;  // expert slots of a rank: two tables of them lie in shared memory
+
+constexpr int WeightStageBytes(layout::WeightFormat format) {
+  return kStageUnits * layout::kGroupTiles * layout::UnitBytes(format);
+}
+constexpr int TokenStageBytes(int token_tile) { return token_tile * kTokenRowBytes; }
+
+// Times that a CTA notes down when the kernel is built with EXPERTD_MOE_TIMING.
+enum TimingMark { kMarkStart, kMarkRouted, kMarkFirstTile, kMarkLastTile, kMarkCombine, kMarkEnd };
+inline constexpr int kTimingMarks = 8;
+#ifdef EXPERTD_MOE_TIMING
+inline constexpr bool kRecordTiming = true;
+#else
+inline constexpr bool kRecordTiming = false;
+#endif
+
+}  // namespace expertd::cuda::moe_layer

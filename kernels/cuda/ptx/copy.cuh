@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstdint>
+
+// Asynchronous copies from global to shared memory.
+namespace expertd::cuda::ptx {
+
+__device__ __forceinline__ uint64_t policy_evict_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Bulk copy; its bytes complete on `barrier`. 16-byte aligned, a multiple of 16 bytes.
+__device__ __forceinline__ void bulk_copy(uint32_t destination, const void* source, uint32_t bytes,
+                                          uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// 16 bytes through L2, of which `source_bytes` (0 or 16) are read and the rest is zero.
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source,
+                                            uint32_t source_bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(source_bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Orders this thread's ordinary (and cp.async) shared-memory accesses with those of the copy engine
+// and of wgmma.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace expertd::cuda::ptx

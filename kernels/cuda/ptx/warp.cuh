@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstdint>
+
+// What a warp or warpgroup does with its registers.
+namespace expertd::cuda::ptx {
+
+// Whole warpgroup. Registers come from those allocated at launch: an increase waits until enough
+// warps have decreased.
+template <int kCount>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+template <int kCount>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+// Read anew each time: addresses that depend on it are not kept in registers across a loop.
+__device__ __forceinline__ int lane_id() {
+  int lane;
+  asm volatile("mov.u32 %0, %laneid;" : "=r"(lane));
+  return lane;
+}
+
+// Transposes an 8x8 matrix of 16-bit elements: lane 4 r + c holds row r, columns 2 c and 2 c + 1.
+__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t fragment) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(fragment));
+  return result;
+}
+
+// BF16x2 product with the low or the high half of `scale` for both; the broadcast costs nothing.
+template <bool kHigh>
+__device__ __forceinline__ uint32_t mul_bf16x2_broadcast(uint32_t pair, uint32_t scale) {
+  uint32_t result;
+  if constexpr (kHigh) {
+    asm("{.reg .b16 l, h; .reg .b32 t; mov.b32 {l, h}, %2; mov.b32 t, {h, h};"
+        "mul.rn.bf16x2 %0, %1, t;}"
+        : "=r"(result)
+        : "r"(pair), "r"(scale));
+  } else {
+    asm("{.reg .b16 l, h; .reg .b32 t; mov.b32 {l, h}, %2; mov.b32 t, {l, l};"
+        "mul.rn.bf16x2 %0, %1, t;}"
+        : "=r"(result)
+        : "r"(pair), "r"(scale));
+  }
+  return result;
+}
+
+}  // namespace expertd::cuda::ptx
