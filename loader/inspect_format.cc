@@ -1,6 +1,5 @@
 // The two faces of an InspectReport.
 
-#include <map>
 #include <string>
 #include <vector>
 
@@ -33,15 +32,19 @@ int64_t ExpertBytes(const Checkpoint& checkpoint) {
   return bytes;
 }
 
+// "43: 0-42 nvfp4, 43 mxfp4"
 std::string LayersText(const Checkpoint& checkpoint) {
-  std::map<Recipe, std::vector<int32_t>> by_recipe;
-  for (const LayerSpec& spec : checkpoint.layers()) by_recipe[spec.recipe].push_back(spec.layer);
   std::string text;
-  for (const auto& [recipe, layers] : by_recipe) {
-    absl::StrAppend(&text, text.empty() ? "" : "; ", RangesText(layers), " ",
-                    std::string(RecipeName(recipe)));
+  std::vector<int32_t> run;  // neighbours of one recipe
+  const std::vector<LayerSpec>& layers = checkpoint.layers();
+  for (size_t i = 0; i < layers.size(); ++i) {
+    run.push_back(layers[i].layer);
+    if (i + 1 < layers.size() && layers[i + 1].recipe == layers[i].recipe) continue;
+    absl::StrAppend(&text, text.empty() ? "" : ", ", RangesText(run), " ",
+                    std::string(RecipeName(layers[i].recipe)));
+    run.clear();
   }
-  return absl::StrCat(checkpoint.layers().size(), ": ", text);
+  return absl::StrCat(layers.size(), ": ", text);
 }
 
 void AppendModel(const Checkpoint& checkpoint, std::string* text) {
