@@ -204,6 +204,15 @@ def documents(text):
         found.append(_proto_names(document))
 
 
+def retry_with_test_packages():
+    """Starts this script again with the Python that scripts/setup all makes, unless this is it or it is absent."""
+    root = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
+    python = os.path.join(root, "build", "test-venv", "bin", "python3")
+    if os.path.exists(python) and os.environ.get("EXPERTD_TEST_PYTHON") != python:
+        os.environ["EXPERTD_TEST_PYTHON"] = python
+        os.execv(python, [python, "-B", *sys.argv])
+
+
 def skip_script(reason):
     print(f"SKIPPED: {reason}")
     if os.environ.get("EXPERTD_REQUIRE_TOOLS") == "1":
