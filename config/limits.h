@@ -45,6 +45,7 @@ inline constexpr int64_t kMaxBatchWaitUs = 1'000'000;        // a step that wait
 // --- CUDA backend
 inline constexpr int64_t kCudaStagingBytes = 256ll << 20;  // pinned, and as much on the device, while weights load
 inline constexpr int64_t kCudaReserveBytes = 512ll << 20;  // device memory left to the driver and its contexts
+inline constexpr int64_t kCudaWaitMs = 10'000;             // a wait in a kernel; below kStepTimeoutMs, to speak first
 inline constexpr int64_t kCudaStopGraceMs = 2'000;         // a kernel told to stop ends within this or never
 
 // --- time

@@ -11,6 +11,7 @@
 #include "config/version.h"
 #include "kernels/fatal.h"
 #include "loader/load_plan.h"
+#include "loader/progress.h"
 #include "loader/weight_loader.h"
 #include "server/listener.h"
 #include "spdlog/spdlog.h"
@@ -41,15 +42,6 @@ Engine::Options ToEngineOptions(const ServerConfig& config) {
 }
 
 }  // namespace
-
-BackendFactory BackendFor(const ServerConfig& config) {
-  if (config.backend == BackendKind::kCuda) {
-    return [](const BackendOptions&) -> absl::StatusOr<std::unique_ptr<Backend>> {
-      return absl::FailedPreconditionError("backend: this build has no CUDA backend");
-    };
-  }
-  return MakeCpuBackend;
-}
 
 absl::StatusOr<std::unique_ptr<App>> App::Open(const ServerConfig& config,
                                                BackendFactory make_backend) {
@@ -131,7 +123,8 @@ void App::StartLoading() {
   loader_ = std::thread([this] {
     const absl::Status status = Load();
     if (status.ok()) return;
-    spdlog::error("loading failed: {}", std::string(status.message()));
+    spdlog::log(stop_loading_ ? spdlog::level::info : spdlog::level::err, "loading failed: {}",
+                std::string(status.message()));
     state_.Fail(status, true);
   });
 }
@@ -153,8 +146,10 @@ absl::Status App::Load() {
   load.num_threads = config_.load_threads;
   load.deadline = start + absl::Seconds(config_.load_timeout_s);
   load.cancelled = &stop_loading_;
-  load.on_progress = [this](const LoadProgress& progress) {
+  ProgressPrinter printer(stderr, ProgressPrinter::IsTerminal(stderr));
+  load.on_progress = [this, &printer](const LoadProgress& progress) {
     state_.SetProgress(progress.bytes_done, progress.bytes_total);
+    printer.Update(progress);
   };
   const absl::Status loaded = LoadWeights(checkpoint_, plan, (*backend)->sink(), load);
   if (!loaded.ok()) return loaded;

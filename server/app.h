@@ -1,7 +1,6 @@
 #pragma once
 
 #include <atomic>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -15,6 +14,7 @@
 #include "grpcpp/grpcpp.h"
 #include "kernels/backend.h"
 #include "loader/checkpoint.h"
+#include "server/backend_choice.h"
 #include "server/engine.h"
 #include "server/health.h"
 #include "server/metrics.h"
@@ -24,12 +24,6 @@
 #include "server/serving_state.h"
 
 namespace expertd {
-
-using BackendFactory =
-    std::function<absl::StatusOr<std::unique_ptr<Backend>>(const BackendOptions&)>;
-
-// The backend that the configuration asks for.
-BackendFactory BackendFor(const ServerConfig& config);
 
 // One expertd process: built in the order Open, Listen, StartLoading and taken down in reverse.
 // Several may live in one process (tests). Its methods are called by one thread unless they say

@@ -111,11 +111,12 @@ void DeviceThread::StartJob(Job job) {
   const absl::Time now = absl::Now();
   // Jobs on one stream run one after the other: this one's time starts when its predecessor's ends.
   const absl::Time start = running_.empty() ? now : running_.back().overdue_at;
-  running_.push_back({.end = std::move(end),
-                      .overdue_at = start + job.limit,
-                      .hopeless_at = start + job.limit + absl::Milliseconds(limits::kCudaStopGraceMs),
-                      .limit = job.limit,
-                      .done = std::move(job.done)});
+  running_.push_back(
+      {.end = std::move(end),
+       .overdue_at = start + job.limit,
+       .hopeless_at = start + job.limit + absl::Milliseconds(limits::kCudaStopGraceMs),
+       .limit = job.limit,
+       .done = std::move(job.done)});
 }
 
 absl::Status DeviceThread::Enqueue(const Work& launch, Event* end) {
@@ -139,9 +140,9 @@ bool DeviceThread::FinishOldest() {
     if (!oldest.told_to_stop) on_overdue_();
     oldest.told_to_stop = true;
     if (now < oldest.hopeless_at) return false;
-    FailRunning(MarkFatal(absl::InternalError(absl::StrCat(
-        "the GPU did not finish a step within ", absl::FormatDuration(oldest.limit),
-        " and did not stop when it was told to"))));
+    FailRunning(MarkFatal(absl::InternalError(
+        absl::StrCat("the GPU did not finish a step within ", absl::FormatDuration(oldest.limit),
+                     " and did not stop when it was told to"))));
     return true;
   }
   // A kernel's fault shows up here, in whichever call comes next.

@@ -99,13 +99,14 @@ __device__ uint32_t mx_scale_word(const PackJob& job, int row, int unit_k, int b
   uint32_t word = 0;
   for (int j = 0; j < 4; ++j) {
     const int column = unit_k * 4 + j;
-    int byte = layout::kMxZeroBlock;
+    uint32_t value = layout::kMxZeroBlock;
     if (column < blocks) {
       const int64_t block = int64_t{source_row(job, row)} * blocks + column;
-      if (!is_zero_block(job.codes + block * (kMxGroup / 2), kMxGroup / 2))
-        byte = job.scales[block];
+      if (!is_zero_block(job.codes + block * (kMxGroup / 2), kMxGroup / 2)) {
+        value = layout::MxScale(job.scales[block], base);
+      }
     }
-    word |= layout::PlaceScale(WeightFormat::kMx, layout::MxScale(byte, base), j);
+    word |= layout::PlaceScale(WeightFormat::kMx, value, j);
   }
   return word;
 }

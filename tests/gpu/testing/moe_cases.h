@@ -1,7 +1,7 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -59,5 +59,13 @@ std::vector<double> ReferenceRows(const HostLayer& layer, const HostBatch& batch
 
 // At most `count` rows spread over 0..num_tokens-1, first and last included.
 std::vector<int32_t> SpreadRows(int32_t num_tokens, int32_t count);
+
+// Index of the first element that differs, -1 if none: for vectors too long to print.
+template <typename T>
+int64_t FirstDifference(const std::vector<T>& a, const std::vector<T>& b) {
+  if (a.size() != b.size()) return 0;
+  const auto [at, unused] = std::mismatch(a.begin(), a.end(), b.begin());
+  return at == a.end() ? -1 : at - a.begin();
+}
 
 }  // namespace expertd::testing

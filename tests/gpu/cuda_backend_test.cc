@@ -1,0 +1,254 @@
+#include "kernels/cuda/cuda_backend.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <condition_variable>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "config/limits.h"
+#include "kernels/fatal.h"
+#include "kernels/reference/reference.h"
+#include "tests/gpu/testing/backend_driver.h"
+#include "tests/gpu/testing/device.h"
+#include "tests/gpu/testing/moe_cases.h"
+
+namespace expertd {
+namespace {
+
+using testing::FirstDifference;
+using ::testing::HasSubstr;
+using testing::HostBatch;
+using testing::HostLayer;
+using testing::Routing;
+
+// formats.md: BF16 activations, h and y rounded to BF16 in the fused kernel.
+constexpr double kBf16Bound = 5e-3;
+constexpr absl::Duration kPatience = absl::Seconds(30);
+
+class CudaBackendTest : public testing::GpuTest,
+                        public ::testing::WithParamInterface<cuda::KernelPath> {
+ protected:
+  static LayerSpec Spec(int32_t layer, Recipe recipe, int32_t experts = 8) {
+    return {.layer = layer,
+            .hidden_size = 320,
+            .intermediate_size = 192,
+            .num_experts = experts,
+            .top_k = 4,
+            .recipe = recipe,
+            .swiglu_limit = 10};
+  }
+
+  void SetUp() override {
+    testing::GpuTest::SetUp();
+    if (IsSkipped()) return;
+    layers_ = {testing::MakeRandomLayer(Spec(2, Recipe::kMxfp4), 1),
+               testing::MakeRandomLayer(Spec(5, Recipe::kNvfp4), 2)};
+    options_.path = GetParam();
+    options_.common.layers = {layers_[0].spec, layers_[1].spec};
+    options_.common.placement = std::make_shared<const Placement>(*Placement::Redundant(8, 1, 11));
+    options_.common.max_tokens_per_rank = 100;
+  }
+
+  std::unique_ptr<Backend> MakeLoaded() {
+    auto backend = cuda::MakeCudaBackend(options_);
+    EXPECT_TRUE(backend.ok()) << backend.status();
+    if (!backend.ok()) return nullptr;
+    const absl::Status loaded =
+        testing::LoadLayers(layers_, *options_.common.placement, (*backend)->sink());
+    EXPECT_TRUE(loaded.ok()) << loaded;
+    return *std::move(backend);
+  }
+
+  std::vector<HostLayer> layers_;
+  cuda::CudaBackendOptions options_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Paths, CudaBackendTest, ::testing::Values(cuda::KernelPath::kUnfused),
+                         [](const auto& info) {
+                           return info.param == cuda::KernelPath::kFused ? "Fused" : "Unfused";
+                         });
+
+TEST_P(CudaBackendTest, AnswersAgreeWithTheReferenceForEveryDtypeAndRouting) {
+  const std::unique_ptr<Backend> backend = MakeLoaded();
+  ASSERT_NE(backend, nullptr);
+  for (const HostLayer& layer : layers_) {
+    for (const Routing routing : {Routing::kUniform, Routing::kSkewed, Routing::kOneExpert,
+                                  Routing::kMasked, Routing::kAllMasked}) {
+      const HostBatch batch = testing::MakeRandomBatch(layer.spec, 100, 4, routing, 3);
+      const std::vector<double> expected = testing::ReferenceRows(layer, batch);
+      for (const DType input : {DType::kBf16, DType::kF32}) {
+        for (const DType output : {DType::kBf16, DType::kF32}) {
+          const auto answer = testing::RunStep(*backend, layer.spec, batch, input, output);
+          ASSERT_TRUE(answer.ok()) << answer.status();
+          EXPECT_LT(reference::RelL2(answer->values, expected), kBf16Bound)
+              << testing::RoutingName(routing) << ", " << RecipeName(layer.spec.recipe);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CudaBackendTest, AStepWithoutRowsIsANormalStep) {
+  const std::unique_ptr<Backend> backend = MakeLoaded();
+  ASSERT_NE(backend, nullptr);
+  const HostBatch empty = testing::MakeRandomBatch(layers_[0].spec, 0, 4, Routing::kUniform, 1);
+  EXPECT_TRUE(testing::RunStep(*backend, layers_[0].spec, empty).ok());
+}
+
+TEST_P(CudaBackendTest, ARowsBitsDoNotDependOnTheBatchOrTheRun) {
+  const std::unique_ptr<Backend> backend = MakeLoaded();
+  ASSERT_NE(backend, nullptr);
+  for (const HostLayer& layer : layers_) {
+    const HostBatch batch = testing::MakeRandomBatch(layer.spec, 100, 4, Routing::kSkewed, 4);
+    const auto whole = testing::RunStep(*backend, layer.spec, batch);
+    const auto again = testing::RunStep(*backend, layer.spec, batch);
+    ASSERT_TRUE(whole.ok() && again.ok());
+    EXPECT_EQ(FirstDifference(whole->bytes, again->bytes), -1);
+    const int64_t row_bytes = layer.spec.hidden_size * 2;
+    for (const int32_t row : {0, 41, 99}) {
+      const HostBatch alone =
+          testing::SelectRows(batch, layer.spec.hidden_size, absl::MakeConstSpan(&row, 1));
+      const auto single = testing::RunStep(*backend, layer.spec, alone);
+      ASSERT_TRUE(single.ok());
+      const auto begin = whole->bytes.begin() + row * row_bytes;
+      EXPECT_EQ(FirstDifference(single->bytes, {begin, begin + row_bytes}), -1) << "row " << row;
+    }
+  }
+}
+
+TEST_P(CudaBackendTest, TwoStepsInFlightEndInOrderAndAThirdIsRefused) {
+  const std::unique_ptr<Backend> backend = MakeLoaded();
+  ASSERT_NE(backend, nullptr);
+  const LayerSpec& spec = layers_[0].spec;
+  const HostBatch batch = testing::MakeRandomBatch(spec, 100, 4, Routing::kUniform, 5);
+  const std::vector<double> expected = testing::ReferenceRows(layers_[0], batch);
+  std::vector<StepMemory*> memories;
+  std::vector<MoeStep> steps;
+  for (int i = 0; i < 3; ++i) {
+    auto memory = backend->AcquireStep(absl::Now() + kPatience);
+    ASSERT_TRUE(memory.ok());
+    memories.push_back(*memory);
+    steps.push_back(testing::FillStep(**memory, spec, batch, DType::kF32, DType::kF32));
+  }
+  EXPECT_TRUE(absl::IsResourceExhausted(backend->AcquireStep(absl::Now()).status()));
+
+  int32_t refused = 0;
+  for (int round = 0; round < 50; ++round) {  // many, so that the order is not luck
+    std::mutex mutex;
+    std::condition_variable ended;
+    std::vector<int> accepted;
+    std::vector<int> order;
+    for (int i = 0; i < 3; ++i) {
+      const absl::Status status = backend->Submit(steps[i], [&, i](StepResult result) {
+        EXPECT_TRUE(result.status.ok()) << result.status;
+        std::lock_guard lock(mutex);
+        order.push_back(i);
+        ended.notify_one();
+      });
+      if (status.ok()) accepted.push_back(i);
+      refused += absl::IsResourceExhausted(status);
+    }
+    std::unique_lock lock(mutex);
+    ASSERT_TRUE(ended.wait_for(lock, std::chrono::seconds(30),
+                               [&] { return order.size() == accepted.size(); }));
+    EXPECT_EQ(order, accepted);
+  }
+  EXPECT_GT(refused, 0);
+  for (int i = 0; i < 3; ++i) backend->ReleaseStep(memories[i]);
+  const auto after = testing::RunStep(*backend, spec, batch, DType::kF32, DType::kF32);
+  ASSERT_TRUE(after.ok());
+  EXPECT_LT(reference::RelL2(after->values, expected), kBf16Bound);
+}
+
+TEST_P(CudaBackendTest, WrongStepsAreRefusedWithoutACall) {
+  const std::unique_ptr<Backend> backend = MakeLoaded();
+  ASSERT_NE(backend, nullptr);
+  const LayerSpec& spec = layers_[0].spec;
+  const auto refusal = [&](auto change) {
+    HostBatch batch = testing::MakeRandomBatch(spec, 3, 2, Routing::kUniform, 6);
+    auto memory = backend->AcquireStep(absl::Now() + kPatience);
+    EXPECT_TRUE(memory.ok());
+    MoeStep step = testing::FillStep(**memory, spec, batch, DType::kBf16, DType::kBf16);
+    change(step);
+    const absl::Status status =
+        backend->Submit(step, [](StepResult) { ADD_FAILURE() << "called"; });
+    backend->ReleaseStep(*memory);
+    return status;
+  };
+  EXPECT_TRUE(absl::IsNotFound(refusal([](MoeStep& step) { step.layer = 3; })));
+  EXPECT_TRUE(absl::IsInvalidArgument(refusal([](MoeStep& step) { step.top_k = 33; })));
+  EXPECT_TRUE(absl::IsInvalidArgument(refusal([](MoeStep& step) { step.top_k = 0; })));
+  EXPECT_TRUE(absl::IsInvalidArgument(refusal([](MoeStep& step) { step.ranks[0].ids[5] = 8; })));
+  EXPECT_TRUE(absl::IsInvalidArgument(refusal([](MoeStep& step) { step.ranks[0].ids[0] = -2; })));
+  const absl::Status too_many = refusal([](MoeStep& step) { step.ranks[0].num_tokens = 101; });
+  EXPECT_EQ(too_many.message(), "got 101 tokens, the buffer is sized for 100");
+}
+
+TEST_P(CudaBackendTest, MissingMatricesAreListedAndStepsWaitForThem) {
+  auto backend = cuda::MakeCudaBackend(options_);
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  WeightSink& sink = (*backend)->sink();
+  const MatrixId id = {0, 2, 0, Matrix::kUp};
+  ASSERT_TRUE(sink.Reserve(id, absl::Now() + kPatience).ok());
+  EXPECT_TRUE(absl::IsAlreadyExists(sink.Reserve(id, absl::Now()).status()));
+  ASSERT_TRUE(sink.Commit(id, 1).ok());
+  EXPECT_FALSE(sink.Commit(id, 1).ok());
+  EXPECT_TRUE(absl::IsNotFound(sink.Reserve({0, 3, 0, Matrix::kUp}, absl::Now()).status()));
+  const absl::Status status = sink.Finish();
+  EXPECT_TRUE(absl::IsFailedPrecondition(status));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("65 matrices were not loaded"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("layer 2 slot 0 gate"));
+  const HostBatch batch = testing::MakeRandomBatch(layers_[0].spec, 1, 1, Routing::kUniform, 1);
+  EXPECT_TRUE(
+      absl::IsFailedPrecondition(testing::RunStep(**backend, layers_[0].spec, batch).status()));
+}
+
+TEST_P(CudaBackendTest, AReservationWaitsForABufferUntilItsDeadline) {
+  auto backend = cuda::MakeCudaBackend(options_);
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  WeightSink& sink = (*backend)->sink();
+  absl::Status status;
+  int32_t reserved = 0;
+  for (const int32_t layer : {2, 5}) {
+    for (int32_t slot = 0; slot < 11 && status.ok(); ++slot) {
+      for (const Matrix matrix : {Matrix::kGate, Matrix::kUp, Matrix::kDown}) {
+        status =
+            sink.Reserve({0, layer, slot, matrix}, absl::Now() + absl::Milliseconds(10)).status();
+        if (!status.ok()) break;
+        ++reserved;
+      }
+    }
+  }
+  EXPECT_TRUE(absl::IsDeadlineExceeded(status)) << status << " after " << reserved;
+}
+
+TEST_P(CudaBackendTest, AbortedStepsAnswerWithTheReasonForGood) {
+  const std::unique_ptr<Backend> backend = MakeLoaded();
+  ASSERT_NE(backend, nullptr);
+  const HostBatch batch = testing::MakeRandomBatch(layers_[0].spec, 10, 2, Routing::kUniform, 8);
+  ASSERT_TRUE(testing::RunStep(*backend, layers_[0].spec, batch).ok());
+  backend->AbortSteps(absl::UnavailableError("the generation is over"));
+  const absl::Status status = testing::RunStep(*backend, layers_[0].spec, batch).status();
+  EXPECT_EQ(status, absl::UnavailableError("the generation is over"));
+}
+
+TEST_P(CudaBackendTest, AWrongDeviceAndTooManyTokensAreRefusedBeforeAnyLaunch) {
+  cuda::CudaBackendOptions wrong_device = options_;
+  wrong_device.common.devices = {64};
+  EXPECT_TRUE(absl::IsInvalidArgument(cuda::MakeCudaBackend(wrong_device).status()));
+  cuda::CudaBackendOptions huge = options_;
+  for (LayerSpec& spec : huge.common.layers) spec.hidden_size = spec.intermediate_size = 32768;
+  huge.common.max_tokens_per_rank = limits::kMaxTokensPerRank;
+  const absl::Status status = cuda::MakeCudaBackend(huge).status();
+  EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("max_tokens_per_rank that fits is"));
+}
+
+}  // namespace
+}  // namespace expertd

@@ -1,0 +1,15 @@
+#!/bin/sh
+# Runs the small GPU tests under compute-sanitizer's memcheck and synccheck.
+#   run_sanitizer.sh TEST_PROGRAM [GTEST_FILTER]
+# Small = the tests whose shapes a checker that slows kernels down a hundredfold still finishes.
+set -eu
+
+[ $# -ge 1 ] || { echo "usage: run_sanitizer.sh TEST_PROGRAM [GTEST_FILTER]" >&2; exit 2; }
+program=$1
+filter=${2:-*Small*}
+command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not on the PATH" >&2; exit 2; }
+
+for tool in memcheck synccheck; do
+  echo "== $tool"
+  compute-sanitizer --tool "$tool" --error-exitcode 1 "$program" --gtest_filter="$filter" --gtest_brief=1
+done

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/backend.h"
+#include "tests/gpu/testing/moe_cases.h"
+
+namespace expertd::testing {
+
+// Feeds the layers to the backend's sink, slot by slot as the placement says, and finishes it.
+absl::Status LoadLayers(absl::Span<const HostLayer> layers, const Placement& placement,
+                        WeightSink& sink);
+
+// A batch as a step of its own, on the backend's memory. Outputs are poisoned first.
+struct StepOutput {
+  std::vector<float> values;   // [T, H]
+  std::vector<uint8_t> bytes;  // the same as it came
+  StepTiming timing;
+};
+absl::StatusOr<StepOutput> RunStep(Backend& backend, const LayerSpec& spec, const HostBatch& batch,
+                                   DType input = DType::kBf16, DType output = DType::kBf16);
+
+// Fills a step from the batch; `memory` is the backend's.
+MoeStep FillStep(const StepMemory& memory, const LayerSpec& spec, const HostBatch& batch,
+                 DType input, DType output);
+
+}  // namespace expertd::testing
