@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/cuda/moe_layer/role_announce.cuh"
 #include "kernels/cuda/moe_layer/role_combine.cuh"
 #include "kernels/cuda/moe_layer/role_expert.cuh"
 #include "kernels/cuda/moe_layer/role_route.cuh"
@@ -16,14 +17,14 @@ namespace expertd::cuda::moe_layer {
 __device__ __forceinline__ void init_barriers() {
   SharedState* state = &shared_state();
   for (int i = 0; i < kMaxStages; ++i) {
-    ptx::mbarrier_init(ptx::shared_address(&state->full[i]), 1 + kTokenWarps);
+    ptx::mbarrier_init(ptx::shared_address(&state->full[i]), 2);
     ptx::mbarrier_init(ptx::shared_address(&state->empty[i]), kExpertWarps);
   }
   for (int i = 0; i < kTileSlots; ++i) {
     ptx::mbarrier_init(ptx::shared_address(&state->tile_full[i]), 1);
-    ptx::mbarrier_init(ptx::shared_address(&state->tile_empty[i]), kExpertWarps + kTokenWarps);
+    ptx::mbarrier_init(ptx::shared_address(&state->tile_empty[i]), kTokenWarps + 1);
+    ptx::mbarrier_init(ptx::shared_address(&state->tile_done[i]), kExpertWarps);
   }
-  for (int i = 0; i < kExpertWarpgroups; ++i) state->published[i] = 0;
   state->gave_up = kNoFault;
   ptx::fence_mbarrier_init();
 }
@@ -62,8 +63,10 @@ __global__ void __launch_bounds__(kThreads, 1) moe_layer_kernel(const __grid_con
 
   if (warp >= kExpertWarps) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (warp > kExpertWarps) {
-      TokenRole{params, Waiter{params}, warp - kExpertWarps - 1, lane}.run();
+    if (warp == kWarps - 1) {
+      AnnounceRole{params, Waiter{params}, lane}.run();
+    } else if (warp > kExpertWarps) {
+      TokenRole(params, warp - kExpertWarps - 1, lane).run();
     } else if (claims) {
       WeightRole<kFormat>(params).run(first_tile);
       mark(params, kMarkLastTile);

@@ -22,17 +22,16 @@ struct TileSlot {
   int32_t rows;          // valid rows
   int32_t num_stages;    // of K
   uint32_t first_route;  // position of the first row in the sorted routes
-  uint32_t route[kMaxTokenTile];   // t * K + k by row; written by the token warps
-  uint32_t source[kMaxTokenTile];  // row of x or h to read
+  uint32_t route[kMaxTokenTile];  // t * K + k by row; written before the first stage is announced
 };
 
 struct SharedState {
-  uint64_t full[kMaxStages];        // stage loaded: weights' bytes + kTokenWarps arrivals
+  uint64_t full[kMaxStages];        // stage loaded: weights' bytes + 1 arrival for the tokens
   uint64_t empty[kMaxStages];       // stage consumed: kExpertWarps arrivals
   uint64_t tile_full[kTileSlots];   // tile claimed: 1 arrival
-  uint64_t tile_empty[kTileSlots];  // tile done: kExpertWarps + kTokenWarps arrivals
-  uint32_t published[kExpertWarpgroups];  // warps of a warpgroup whose results of a tile are visible
-  uint32_t gave_up;                       // FaultCode of the CTA's first failed wait
+  uint64_t tile_done[kTileSlots];   // results stored: kExpertWarps arrivals
+  uint64_t tile_empty[kTileSlots];  // slot free: kTokenWarps arrivals + 1 of the announcing warp
+  uint32_t gave_up;                 // FaultCode of the CTA's first failed wait
   Schedule schedule;
   TileSlot tiles[kTileSlots];
 };
@@ -53,6 +52,9 @@ __device__ __forceinline__ uint32_t empty_barrier(int stage) {
 }
 __device__ __forceinline__ uint32_t tile_full_barrier(int slot) {
   return ptx::shared_address(shared_state().tile_full) + slot * 8;
+}
+__device__ __forceinline__ uint32_t tile_done_barrier(int slot) {
+  return ptx::shared_address(shared_state().tile_done) + slot * 8;
 }
 __device__ __forceinline__ uint32_t tile_empty_barrier(int slot) {
   return ptx::shared_address(shared_state().tile_empty) + slot * 8;
@@ -80,9 +82,11 @@ struct PipelineState {
   int index = 0;
   uint32_t phase = 0;
 
-  __device__ __forceinline__ void advance(int size) {
-    if (++index == size) {
-      index = 0;
+  // `step` is at most `size`.
+  __device__ __forceinline__ void advance(int size, int step = 1) {
+    index += step;
+    if (index >= size) {
+      index -= size;
       phase ^= 1u;
     }
   }

@@ -7,12 +7,12 @@
 // The numbers that shape the kernel. Plain C++: kernel_config sizes a launch from them.
 namespace expertd::cuda::moe_layer {
 
-// Warp roles: 16 warps multiply (4 warpgroups, one 64-row tile each), one streams weights, three gather
-// tokens. All of them route at the start.
+// Warp roles: 16 warps multiply (4 warpgroups, one 64-row tile each), one streams weights, two gather
+// tokens, one announces results. All of them route at the start.
 inline constexpr int kExpertWarpgroups = 4;
 inline constexpr int kExpertWarps = kExpertWarpgroups * 4;
-inline constexpr int kTokenWarps = 3;
-inline constexpr int kWarps = kExpertWarps + 1 + kTokenWarps;
+inline constexpr int kTokenWarps = 2;
+inline constexpr int kWarps = kExpertWarps + 1 + kTokenWarps + 1;
 inline constexpr int kThreads = kWarps * 32;
 
 // Registers a thread: what is allocated at launch is moved from the producers to the consumers.

@@ -66,7 +66,7 @@ struct Waiter {
       const bool mine = found != params.step && should_give_up(params, code, tile, found, since_ns);
       if (__any_sync(0xffffffffu, mine)) break;
     }
-    __threadfence();
+    ptx::fence_acq_rel_gpu();
   }
 
   // A wait inside the CTA. Always met while the CTA's own warps run; the limit is for a defect.

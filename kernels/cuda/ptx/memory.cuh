@@ -5,12 +5,6 @@
 // Global and shared memory accesses with an order, named like the instruction.
 namespace expertd::cuda::ptx {
 
-__device__ __forceinline__ uint32_t ld_acquire_gpu(const uint32_t* address) {
-  uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
 __device__ __forceinline__ uint32_t ld_relaxed_gpu(const uint32_t* address) {
   uint32_t value;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -32,12 +26,12 @@ __device__ __forceinline__ uint32_t ld_relaxed_sys(const uint32_t* address) {
   return value;
 }
 
-__device__ __forceinline__ void st_release_gpu(uint32_t* address, uint32_t value) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
 __device__ __forceinline__ void st_relaxed_gpu(uint32_t* address, uint32_t value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void fence_acq_rel_gpu() {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
 __device__ __forceinline__ uint4 ld_shared_v4(uint32_t address) {

@@ -6,10 +6,6 @@
 // shared memory (K-major, 128-byte swizzle).
 namespace expertd::cuda::ptx {
 
-__device__ __forceinline__ void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -22,10 +18,10 @@ inline constexpr uint32_t kDescriptorHigh = 64u | 1u << 30;
 inline constexpr int kMaxN = 80;
 inline constexpr int kAccumulators = kMaxN / 2;
 
-// Four k16 steps, K64, of any N = 8 (n_index + 1) up to kMaxN; D is the first N / 2 registers of d.
-// accumulate = 0: D = A B. One jump chooses the instruction inside one asm block, so that the compiler
-// keeps one set of accumulators for all N and does not order the groups one behind the other, which it
-// does when each N has its own variables. N is the same for the whole warpgroup.
+// A group of four k16 steps, K64, for any N = 8 (n_index + 1) up to kMaxN: D += A B, where D is the first
+// N / 2 registers of d. Fence, products and commit are one asm block with one jump, so that the compiler
+// keeps one set of accumulators for all N and lets groups overlap; it does neither when each N has its
+// own code. N is the same for the whole warpgroup.
 #define EXPERTD_D8 "%0, %1, %2, %3"
 #define EXPERTD_D16 EXPERTD_D8 ", %4, %5, %6, %7"
 #define EXPERTD_D24 EXPERTD_D16 ", %8, %9, %10, %11"
@@ -36,23 +32,22 @@ inline constexpr int kAccumulators = kMaxN / 2;
 #define EXPERTD_D64 EXPERTD_D56 ", %28, %29, %30, %31"
 #define EXPERTD_D72 EXPERTD_D64 ", %32, %33, %34, %35"
 #define EXPERTD_D80 EXPERTD_D72 ", %36, %37, %38, %39"
-#define EXPERTD_STEP(n, list, a, b, p) \
-  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" list "}, " a ", " b ", " p ", 1, 1, 0;\n"
+#define EXPERTD_STEP(n, list, a, b) \
+  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" list "}, " a ", " b ", yes, 1, 1, 0;\n"
 #define EXPERTD_STEPS(n, list)                                         \
   "$N" #n "_%=:\nwgmma.fence.sync.aligned;\n"                          \
-  EXPERTD_STEP(n, list, "{%40, %41, %42, %43}", "%56", "first")        \
-  EXPERTD_STEP(n, list, "{%44, %45, %46, %47}", "b1", "always")        \
-  EXPERTD_STEP(n, list, "{%48, %49, %50, %51}", "b2", "always")        \
-  EXPERTD_STEP(n, list, "{%52, %53, %54, %55}", "b3", "always")        \
-  "bra.uni $End_%=;\n"
+  EXPERTD_STEP(n, list, "{%40, %41, %42, %43}", "%56") \
+  EXPERTD_STEP(n, list, "{%44, %45, %46, %47}", "b1") \
+  EXPERTD_STEP(n, list, "{%48, %49, %50, %51}", "b2") \
+  EXPERTD_STEP(n, list, "{%52, %53, %54, %55}", "b3") \
+  "wgmma.commit_group.sync.aligned;\nbra.uni $End_%=;\n"
 #define EXPERTD_OUT4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define EXPERTD_IN4(s) "r"(a[s][0]), "r"(a[s][1]), "r"(a[s][2]), "r"(a[s][3])
 
 __device__ __forceinline__ void wgmma_k64(float (&d)[kAccumulators], const uint32_t (&a)[4][4],
-                                          uint64_t b, uint32_t n_index, uint32_t accumulate) {
+                                          uint64_t b, uint32_t n_index) {
   asm volatile(
-      "{\n.reg .pred first, always;\n.reg .b64 b1, b2, b3;\n"
-      "setp.ne.b32 first, %58, 0;\nsetp.eq.b32 always, 0, 0;\n"
+      "{\n.reg .pred yes;\n.reg .b64 b1, b2, b3;\nsetp.ne.b32 yes, 1, 0;\n"
       "add.s64 b1, %56, 2;\nadd.s64 b2, %56, 4;\nadd.s64 b3, %56, 6;\n"
       "$Table_%=: .branchtargets $N8_%=, $N16_%=, $N24_%=, $N32_%=, $N40_%=, $N48_%=, $N56_%=, "
       "$N64_%=, $N72_%=, $N80_%=;\n"
@@ -73,8 +68,8 @@ __device__ __forceinline__ void wgmma_k64(float (&d)[kAccumulators], const uint3
       : EXPERTD_OUT4(0), EXPERTD_OUT4(4), EXPERTD_OUT4(8), EXPERTD_OUT4(12),
         EXPERTD_OUT4(16), EXPERTD_OUT4(20), EXPERTD_OUT4(24), EXPERTD_OUT4(28),
         EXPERTD_OUT4(32), EXPERTD_OUT4(36)
-      : EXPERTD_IN4(0), EXPERTD_IN4(1), EXPERTD_IN4(2), EXPERTD_IN4(3), "l"(b), "r"(n_index),
-        "r"(accumulate));
+      : EXPERTD_IN4(0), EXPERTD_IN4(1), EXPERTD_IN4(2), EXPERTD_IN4(3), "l"(b), "r"(n_index)
+      : "memory");
 }
 
 #undef EXPERTD_D8
