@@ -24,8 +24,9 @@ inline float DecodeE4m3(uint8_t byte) {
   const int exponent = (byte >> 3) & 15;
   const int mantissa = byte & 7;
   if (exponent == 15 && mantissa == 7) return std::numeric_limits<float>::quiet_NaN();
-  const float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
-                                        : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+  const float magnitude = exponent == 0
+                              ? std::ldexp(static_cast<float>(mantissa), -9)
+                              : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
   return (byte & 0x80) ? -magnitude : magnitude;
 }
 

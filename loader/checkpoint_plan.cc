@@ -180,69 +180,74 @@ void PatchScale(const CheckpointRequest& request, uint8_t byte, PlannedTensor* t
   tensor->patch_offset = static_cast<uint64_t>(first - scales.begin());
 }
 
-void BreakCodesShape(PlannedTensor* tensor) {
-  tensor->shape[0] -= 1;
-  tensor->bytes -= static_cast<uint64_t>(tensor->shape[1]);
+// The tensor of the victim's matrix that holds `content`.
+PlannedTensor* PartOf(std::vector<PlannedTensor>* tensors, const PlannedTensor& victim,
+                      TensorContent content) {
+  const auto found = std::find_if(tensors->begin(), tensors->end(), [&](const PlannedTensor& t) {
+    return t.content == content && t.layer == victim.layer && t.expert == victim.expert &&
+           t.matrix == victim.matrix;
+  });
+  EXPERTD_CHECK(found != tensors->end());  // CheckDefect has seen to the recipe
+  return &*found;
 }
 
+// Defects that leave tensors out. victim: the codes of the broken matrix.
+void RemoveTensors(CheckpointDefect defect, const PlannedTensor& victim,
+                   std::vector<PlannedTensor>* tensors) {
+  using D = CheckpointDefect;
+  std::erase_if(*tensors, [defect, layer = victim.layer, expert = victim.expert,
+                           matrix = victim.matrix](const PlannedTensor& t) {
+    if (t.content == TensorContent::kOtherModule || t.layer != layer) return false;
+    if (defect == D::kMissingLayer) return true;
+    if (t.expert != expert) return false;
+    if (defect == D::kMissingExpert) return true;
+    if (t.matrix != matrix) return false;
+    return (defect == D::kMissingWeight && t.content == TensorContent::kCodes) ||
+           (defect == D::kMissingScale && t.content == TensorContent::kScales) ||
+           (defect == D::kMissingSecondLevel && t.content == TensorContent::kSecondLevel);
+  });
+}
+
+// Applies what is wrong with tensors and their values; defects of files and json change nothing
+// here.
 void BreakTensors(const CheckpointRequest& request, std::vector<PlannedTensor>* tensors) {
   using D = CheckpointDefect;
-  const auto victim = std::find_if(tensors->begin(), tensors->end(), [](const PlannedTensor& t) {
-    return t.content == TensorContent::kCodes && t.matrix == Matrix::kUp;
-  });
-  const int32_t layer = victim->layer;
-  const int32_t expert = victim->expert;
-  const auto part = [&](TensorContent content) {  // of the victim's matrix
-    return std::find_if(victim, tensors->end(),
-                        [=](const PlannedTensor& t) { return t.content == content; });
-  };
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  PlannedTensor& codes =
+      *std::find_if(tensors->begin(), tensors->end(), [](const PlannedTensor& t) {
+        return t.content == TensorContent::kCodes && t.matrix == Matrix::kUp;
+      });
+  const auto part = [&](TensorContent content) { return PartOf(tensors, codes, content); };
   switch (request.defect) {
-    case D::kMissingWeight:
-      tensors->erase(victim);
-      break;
-    case D::kMissingScale:
-      tensors->erase(part(TensorContent::kScales));
-      break;
-    case D::kMissingSecondLevel:
-      tensors->erase(part(TensorContent::kSecondLevel));
-      break;
-    case D::kMissingExpert:
-      std::erase_if(*tensors, [=](const PlannedTensor& t) {
-        return t.content != TensorContent::kOtherModule && t.layer == layer && t.expert == expert;
-      });
-      break;
-    case D::kMissingLayer:
-      std::erase_if(*tensors, [=](const PlannedTensor& t) {
-        return t.content != TensorContent::kOtherModule && t.layer == layer;
-      });
-      break;
     case D::kWrongShape:
-      BreakCodesShape(&*victim);
-      break;
+      codes.shape[0] -= 1;
+      codes.bytes -= static_cast<uint64_t>(codes.shape[1]);
+      return;
     case D::kWrongDtype:
-      victim->dtype = "F8_E4M3";
-      break;
+      codes.dtype = "F8_E4M3";
+      return;
     case D::kNanScale:
-      PatchScale(request, victim->recipe == Recipe::kMxfp4 ? 0xff : 0x7f,
-                 &*part(TensorContent::kScales));
-      break;
+      return PatchScale(request, codes.recipe == Recipe::kMxfp4 ? 0xff : 0x7f,
+                        part(TensorContent::kScales));
     case D::kHugeScale:
-      PatchScale(request, 0xfe, &*part(TensorContent::kScales));
-      break;
+      return PatchScale(request, 0xfe, part(TensorContent::kScales));
     case D::kZeroSecondLevel:
-      PatchFloat(0.0f, &*part(TensorContent::kSecondLevel));
-      break;
+      return PatchFloat(0.0f, part(TensorContent::kSecondLevel));
     case D::kNegativeSecondLevel:
-      PatchFloat(-0.01f, &*part(TensorContent::kSecondLevel));
-      break;
+      return PatchFloat(-0.01f, part(TensorContent::kSecondLevel));
     case D::kNanSecondLevel:
-      PatchFloat(std::numeric_limits<float>::quiet_NaN(), &*part(TensorContent::kSecondLevel));
-      break;
+      return PatchFloat(kNan, part(TensorContent::kSecondLevel));
     case D::kInfiniteSecondLevel:
-      PatchFloat(std::numeric_limits<float>::infinity(), &*part(TensorContent::kSecondLevel));
-      break;
+      return PatchFloat(kInfinity, part(TensorContent::kSecondLevel));
+    case D::kMissingWeight:
+    case D::kMissingScale:
+    case D::kMissingSecondLevel:
+    case D::kMissingExpert:
+    case D::kMissingLayer:
+      return RemoveTensors(request.defect, PlannedTensor(codes), tensors);
     default:
-      break;  // defects of files and json
+      return;
   }
 }
 

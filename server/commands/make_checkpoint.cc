@@ -146,10 +146,10 @@ void PrintSummary(const CheckpointRequest& request, const CheckpointSummary& sum
               request.top_k, request.layers.size());
   if (request.num_mtp_layers > 0) std::printf(" + %d mtp", request.num_mtp_layers);
   std::printf(", seed %llu\n", static_cast<unsigned long long>(request.seed));
-  std::printf("  %lld tensors in %d shards, %llu bytes, %.2f s (%.0f MB/s)\n",
+  std::printf("  %lld tensors in %d shard%s, %llu bytes, %.2f s (%.0f MB/s)\n",
               static_cast<long long>(summary.num_tensors), summary.num_shards,
-              static_cast<unsigned long long>(summary.bytes), seconds,
-              static_cast<double>(summary.bytes) / 1e6 / std::max(seconds, 1e-9));
+              summary.num_shards == 1 ? "" : "s", static_cast<unsigned long long>(summary.bytes),
+              seconds, static_cast<double>(summary.bytes) / 1e6 / std::max(seconds, 1e-9));
   for (const CheckpointDefectInfo& info : CheckpointDefects()) {
     if (info.defect != request.defect) continue;
     std::printf("  broken on purpose: %s\n", std::string(info.sentence).c_str());
@@ -199,6 +199,42 @@ std::string Footer() {
   return text;
 }
 
+void AddFamilyOptions(CLI::App* command, MakeCheckpointFlags* flags) {
+  command->add_option("--preset", flags->preset, "Geometry and family to start from [tiny]")
+      ->type_name("NAME");
+  command->add_option("--recipe", flags->recipe, "Number format; default: the preset's")
+      ->check(CLI::IsMember({"mxfp4", "nvfp4"}))
+      ->type_name("NAME");
+  command->add_option("--style", flags->style, "Tensor names; default: the preset's")
+      ->check(CLI::IsMember({"deepseek-v4", "qwen3"}))
+      ->type_name("NAME");
+  command->add_flag("--power-of-two-scales", flags->power_of_two_scales,
+                    "NVFP4: as a lossless cast of MXFP4 would be");
+}
+
+void AddGeometryOptions(CLI::App* command, MakeCheckpointFlags* flags) {
+  const auto number = [&](const char* name, auto* value, const char* help) {
+    command->add_option(name, *value, help)->type_name("N");
+  };
+  const auto range = [&](const char* name, std::string* value, const char* help) {
+    command->add_option(name, *value, help)->type_name("A-B");
+  };
+  number("--hidden", &flags->hidden_size, "Hidden size (H), a multiple of 32");
+  number("--intermediate", &flags->intermediate_size, "Intermediate size (I), a multiple of 32");
+  number("--experts", &flags->num_experts, "Experts of a layer (E)");
+  number("--top-k", &flags->top_k, "Experts of a token (K)");
+  command
+      ->add_option("--swiglu-limit", flags->swiglu_limit,
+                   "Clamp of gate and up, deepseek-v4 only; 0: none [10]")
+      ->type_name("X");
+  range("--layers", &flags->layers, "Layers to write; default: all of the preset");
+  number("--num-hidden-layers", &flags->num_hidden_layers,
+         "Layer count in config.json; default: the last written layer + 1");
+  number("--mtp-layers", &flags->num_mtp_layers, "Multi-token-prediction layers [0]");
+  range("--only-experts", &flags->only_experts,
+        "Write these of the E experts only, e.g. one rank's");
+}
+
 }  // namespace
 
 void AddMakeCheckpointCommand(CLI::App& app, int* exit_code) {
@@ -210,40 +246,8 @@ void AddMakeCheckpointCommand(CLI::App& app, int* exit_code) {
   command->add_option("dir", flags->dir, "Directory to write: new or empty")
       ->required()
       ->type_name("DIR");
-  command->add_option("--preset", flags->preset, "Geometry and family to start from [tiny]")
-      ->type_name("NAME");
-  command->add_option("--recipe", flags->recipe, "Number format; default: the preset's")
-      ->check(CLI::IsMember({"mxfp4", "nvfp4"}))
-      ->type_name("NAME");
-  command->add_option("--style", flags->style, "Tensor names; default: the preset's")
-      ->check(CLI::IsMember({"deepseek-v4", "qwen3"}))
-      ->type_name("NAME");
-  command->add_option("--layers", flags->layers, "Layers to write; default: all of the preset")
-      ->type_name("A-B");
-  command
-      ->add_option("--num-hidden-layers", flags->num_hidden_layers,
-                   "Layer count in config.json; default: the last written layer + 1")
-      ->type_name("N");
-  command->add_option("--mtp-layers", flags->num_mtp_layers, "Multi-token-prediction layers [0]")
-      ->type_name("N");
-  command->add_option("--experts", flags->num_experts, "Experts of a layer (E)")->type_name("N");
-  command
-      ->add_option("--only-experts", flags->only_experts,
-                   "Write these of the E experts only, e.g. one rank's")
-      ->type_name("A-B");
-  command->add_option("--hidden", flags->hidden_size, "Hidden size (H), a multiple of 32")
-      ->type_name("N");
-  command
-      ->add_option("--intermediate", flags->intermediate_size,
-                   "Intermediate size (I), a multiple of 32")
-      ->type_name("N");
-  command->add_option("--top-k", flags->top_k, "Experts of a token (K)")->type_name("N");
-  command
-      ->add_option("--swiglu-limit", flags->swiglu_limit,
-                   "Clamp of gate and up, deepseek-v4 only; 0: none [10]")
-      ->type_name("X");
-  command->add_flag("--power-of-two-scales", flags->power_of_two_scales,
-                    "NVFP4: as a lossless cast of MXFP4 would be");
+  AddFamilyOptions(command, flags.get());
+  AddGeometryOptions(command, flags.get());
   command->add_option("--seed", flags->seed, "Another seed, other weights [1]")->type_name("N");
   command
       ->add_option("--shard-size", flags->shard_size,

@@ -48,7 +48,7 @@ class MakeCheckpointTest : public ::testing::Test {
 TEST_F(MakeCheckpointTest, TheTinyPresetIsServable) {
   ASSERT_EQ(Run({}), exit_codes::kOk) << err_;
   EXPECT_THAT(out_, HasSubstr("deepseek-v4, mxfp4: H 256, I 128, E 8 (8 written), K 2, 2 layers"));
-  EXPECT_THAT(out_, HasSubstr("98 tensors in 1 shards"));
+  EXPECT_THAT(out_, HasSubstr("98 tensors in 1 shard,"));
   EXPECT_TRUE(Checkpoint::Open(dir()).ok());
 }
 
