@@ -264,11 +264,11 @@ void Engine::CheckTimeout(absl::Time now) {
 void Engine::Fault(const Launched& launched, const absl::Status& status) {
   const std::string reason =
       absl::StrCat(StepName(launched.step), ": ", std::string(status.message()));
+  const std::string ended =
+      absl::StrCat("generation ", launched.step.generation(), " ended: ", reason);
   metrics_->StepFailed();
   const bool first = !group_->closed().has_value();
   if (first) {
-    const std::string ended =
-        absl::StrCat("generation ", launched.step.generation(), " ended: ", reason);
     spdlog::error("{}", ended);
     internal::v1::Fault fault;
     fault.set_generation(launched.step.generation());
@@ -277,12 +277,12 @@ void Engine::Fault(const Launched& launched, const absl::Status& status) {
     group_->Report(fault);
     batcher_.Close(Unavailable(ended));
   }
-  for (const auto& call : launched.calls) call->Finish(Answer{Unavailable(reason), {}, {}});
-  if (first)
-    RefuseQueued(
-        Unavailable(absl::StrCat("generation ", launched.step.generation(), " ended: ", reason)));
-  const bool newly_fatal = IsFatal(status) && !std::exchange(fatal_, fatal_ || IsFatal(status));
+  const bool newly_fatal = IsFatal(status) && !fatal_;
+  fatal_ = fatal_ || newly_fatal;
+  // Before the answers: whoever gets one finds the process NOT_SERVING or a new generation.
   if (first || newly_fatal) on_health_(status);
+  for (const auto& call : launched.calls) call->Finish(Answer{Unavailable(reason), {}, {}});
+  if (first) RefuseQueued(Unavailable(ended));
 }
 
 void Engine::RefuseQueued(const absl::Status& status) {
