@@ -24,8 +24,10 @@ HWY_NOINLINE double RunFma(int64_t rounds, float* sink) {
   const hn::ScalableTag<float> d;
   const auto a = hn::Set(d, 0.999f);
   const auto b = hn::Set(d, 0.001f);
-  auto s0 = hn::Set(d, 1.0f), s1 = s0, s2 = s0, s3 = s0, s4 = s0, s5 = s0;
-  auto s6 = s0, s7 = s0, s8 = s0, s9 = s0, s10 = s0, s11 = s0;
+  // Different starts: the compiler runs equal chains once.
+  auto s0 = hn::Set(d, 1.0f), s1 = hn::Set(d, 1.1f), s2 = hn::Set(d, 1.2f), s3 = hn::Set(d, 1.3f);
+  auto s4 = hn::Set(d, 1.4f), s5 = hn::Set(d, 1.5f), s6 = hn::Set(d, 1.6f), s7 = hn::Set(d, 1.7f);
+  auto s8 = hn::Set(d, 1.8f), s9 = hn::Set(d, 1.9f), s10 = hn::Set(d, 2.0f), s11 = hn::Set(d, 2.1f);
   for (int64_t i = 0; i < rounds; ++i) {
     s0 = hn::MulAdd(s0, a, b);
     s1 = hn::MulAdd(s1, a, b);
