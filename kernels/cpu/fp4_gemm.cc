@@ -195,6 +195,9 @@ HWY_INLINE void ForEachColumn(const Tile& tile, int64_t k_begin, int64_t count, 
   }
 }
 
+// Columns of a micro tile whose codes fill a cache line.
+constexpr int64_t kColumnsPerLine = 64 * 2 / kMicroRows;
+
 // ---- few tokens: weights go from the file's bytes through registers into the sums
 
 template <Recipe kRecipe, int kTokens>
@@ -208,7 +211,11 @@ HWY_NOINLINE void Stream(const Tile& tile, int64_t in, const float* const* x, fl
     rows[n] = x[n];
     sums[n][0] = sums[n][1] = hn::Zero(d);
   }
+  // The codes of the next tile lie right behind this one's: they are fetched while this one is
+  // computed, one line every kColumnsPerLine columns. One more line at the very end is harmless.
+  const uint8_t* next = tile.codes + kMicroRows * tile.code_stride;
   ForEachColumn<kRecipe>(tile, 0, in, [&](int64_t k, const VecF* weights) HWY_ATTR {
+    if (k % kColumnsPerLine == 0) __builtin_prefetch(next + k / kColumnsPerLine * 64, 0, 2);
     HWY_UNROLL(8)
     for (int n = 0; n < kTokens; ++n) {
       const VecF activation = hn::Set(d, rows[n][k]);
