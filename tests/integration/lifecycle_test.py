@@ -90,14 +90,15 @@ class ShutdownTest(harness.TestCase):
 
     def in_flight(self, daemon, timeout="60s"):
         """A request that is in the daemon's queue: seen by another one being refused."""
-        process = self.process("call", daemon.address, "--layer", "0", "--tokens", "3", "--timeout",
-                               timeout, "--attempts", "100")
-        for _ in range(50):
-            error = harness.run("call", daemon.address, "--layer", "0", "--attempts", "1")[2]
-            if "RESOURCE_EXHAUSTED" in error:
-                return process
-            self.assertIsNone(process.popen.poll(), process.output())
-        raise AssertionError("the request never reached the queue")
+        for _ in range(10):
+            process = self.process("call", daemon.address, "--layer", "0", "--tokens", "3",
+                                   "--timeout", timeout, "--attempts", "100")
+            while process.popen.poll() is None:
+                error = harness.run("call", daemon.address, "--layer", "0", "--attempts", "1")[2]
+                if "RESOURCE_EXHAUSTED" in error and process.popen.poll() is None:
+                    return process
+            self.assertEqual(0, process.wait(), process.output())  # answered too early: again
+        raise AssertionError("the request was never seen in the queue")
 
     def test_an_idle_daemon_ends_with_0_at_once(self):
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -135,12 +136,16 @@ class ShutdownTest(harness.TestCase):
         self.assertEqual(0, daemon.wait(), daemon.output())
 
     def test_what_is_in_flight_at_the_drain_deadline_is_cancelled_and_the_end_is_still_0(self):
-        daemon = self.daemon(*SLOW, "--drain-deadline-ms", "1")
-        request = self.in_flight(daemon, timeout="4s")  # it tries again, in vain
-        daemon.send(signal.SIGTERM)
-        self.assertEqual(0, daemon.wait(), daemon.output())
-        self.assertIn(request.wait(), (1, 69), request.output())
-        self.assertIn("UNAVAILABLE", request.output()[1])
+        for _ in range(5):  # on a busy machine it may be answered before the signal
+            daemon = self.daemon(*SLOW, "--drain-deadline-ms", "1")
+            request = self.in_flight(daemon, timeout="4s")  # it tries again, in vain
+            daemon.send(signal.SIGTERM)
+            self.assertEqual(0, daemon.wait(), daemon.output())
+            if request.wait() != 0:
+                self.assertIn(request.wait(), (1, 69), request.output())
+                self.assertIn("UNAVAILABLE", request.output()[1])
+                return
+        self.fail("it was always answered")
 
     def test_the_second_signal_ends_it_at_once(self):
         daemon = self.daemon("--drain-grace-ms", "30000")

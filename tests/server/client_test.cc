@@ -1,7 +1,12 @@
 #include "server/client.h"
 
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
+#include <string>
 #include <thread>
 
 #include "absl/time/clock.h"
@@ -189,6 +194,26 @@ TEST(ClientConnectTest, WaitingForTheServerEndsWithTheTimeout) {
       "127.0.0.1:1", {.connect_timeout = absl::Milliseconds(300), .wait_for_server = true});
   EXPECT_TRUE(absl::IsUnavailable(client.status())) << client.status();
   EXPECT_GE(absl::Now() - start, absl::Milliseconds(250));
+}
+
+TEST(ClientConnectTest, AServerThatIsSlowToGreetIsWaitedForUntilTheTimeout) {
+  // The kernel accepts; nobody speaks HTTP/2.
+  const int listener = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&address), size), 0);
+  ASSERT_EQ(listen(listener, 8), 0);
+  ASSERT_EQ(getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size), 0);
+  const std::string target = "127.0.0.1:" + std::to_string(ntohs(address.sin_port));
+  const absl::Time start = absl::Now();
+  const auto client = Client::Connect(target, {.connect_timeout = absl::Milliseconds(700)});
+  close(listener);
+  EXPECT_TRUE(absl::IsUnavailable(client.status())) << client.status();
+  EXPECT_THAT(Message(client.status()), HasSubstr("no answer within 700ms"));
+  EXPECT_GE(absl::Now() - start, absl::Milliseconds(600));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(10));
 }
 
 TEST_F(ClientTest, HealthIsWaitedForUntilItIsServing) {
