@@ -212,7 +212,7 @@ HWY_NOINLINE void Stream(const Tile& tile, int64_t in, const float* const* x, fl
     sums[n][0] = sums[n][1] = hn::Zero(d);
   }
   // The codes of the next tile lie right behind this one's: they are fetched while this one is
-  // computed, one line every kColumnsPerLine columns. One more line at the very end is harmless.
+  // computed, one line every kColumnsPerLine columns. Behind the last tile a prefetch cannot fault.
   const uint8_t* next = tile.codes + kMicroRows * tile.code_stride;
   ForEachColumn<kRecipe>(tile, 0, in, [&](int64_t k, const VecF* weights) HWY_ATTR {
     if (k % kColumnsPerLine == 0) __builtin_prefetch(next + k / kColumnsPerLine * 64, 0, 2);
