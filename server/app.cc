@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "config/exit_codes.h"
 #include "config/limits.h"
 #include "config/version.h"
@@ -173,7 +174,16 @@ absl::Status App::WaitUntilOver() const { return state_.WaitUntilOver(); }
 int App::ExitCode(const absl::Status& over) {
   if (over.ok()) return exit_codes::kOk;
   if (IsFatal(over)) return exit_codes::kSoftware;
-  return absl::IsResourceExhausted(over) ? exit_codes::kOsError : exit_codes::kDataError;
+  switch (over.code()) {
+    case absl::StatusCode::kResourceExhausted:  // memory
+      return exit_codes::kOsError;
+    case absl::StatusCode::kDeadlineExceeded:  // loading took too long
+      return exit_codes::kTempFail;
+    case absl::StatusCode::kFailedPrecondition:  // a backend that this build or machine lacks
+      return exit_codes::kUsage;
+    default:
+      return exit_codes::kDataError;
+  }
 }
 
 void App::Shutdown(absl::Time deadline) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "absl/time/clock.h"
 #include "kernels/formats.h"
 
 namespace expertd {

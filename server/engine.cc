@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "config/check.h"
 #include "config/limits.h"
 #include "kernels/fatal.h"
@@ -81,8 +82,8 @@ void Engine::Submit(const std::shared_ptr<Call>& call) {
 
 void Engine::Cancel(Call& call) {
   if (!call.AnswerIfQueued(absl::CancelledError("cancelled while queued"))) return;
-  batcher_.Remove(call);
   metrics_->CancelledInQueue();
+  batcher_.Remove(call);
   Wake();
 }
 

@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "grpc/support/log.h"
 #include "nlohmann/json.hpp"
 #include "spdlog/pattern_formatter.h"
 #include "spdlog/sinks/stdout_sinks.h"
@@ -42,6 +43,10 @@ spdlog::level::level_enum ToSpdlog(LogLevel level) {
   return spdlog::level::off;
 }
 
+// gRPC's own messages would interleave with ours in another format. What matters in them reaches us
+// as a status; the rest is for debugging.
+void LogOfGrpc(gpr_log_func_args* message) { spdlog::debug("grpc: {}", message->message); }
+
 }  // namespace
 
 void SetUpLogging(LogLevel level, LogFormat format) {
@@ -58,6 +63,7 @@ void SetUpLogging(LogLevel level, LogFormat format) {
   logger->set_level(ToSpdlog(level));
   logger->flush_on(spdlog::level::info);
   spdlog::set_default_logger(std::move(logger));
+  gpr_set_log_function(LogOfGrpc);
 }
 
 }  // namespace expertd

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "config/limits.h"
 #include "kernels/formats.h"
 #include "kernels/reference/reference.h"

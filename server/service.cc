@@ -3,6 +3,7 @@
 #include <atomic>
 #include <memory>
 
+#include "absl/time/clock.h"
 #include "server/encode.h"
 #include "server/status_map.h"
 #include "server/stream_reactor.h"

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "server/encode.h"
 #include "server/pushback.h"
 #include "server/status_map.h"

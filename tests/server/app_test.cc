@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 
+#include "absl/time/clock.h"
 #include "config/exit_codes.h"
 #include "gtest/gtest.h"
 #include "kernels/fatal.h"
@@ -230,6 +231,14 @@ TEST(App, AFatalFaultEndsTheProcess) {
   const grpc::Status later = server.Forward(SmallRequest(), &response);
   EXPECT_EQ(later.error_code(), grpc::StatusCode::UNAVAILABLE);
   EXPECT_THAT(later.error_message(), HasSubstr("the device is gone"));
+}
+
+TEST(App, ExitCodesTellTheKindsOfFailureApart) {
+  EXPECT_EQ(App::ExitCode(absl::OkStatus()), exit_codes::kOk);
+  EXPECT_EQ(App::ExitCode(absl::DataLossError("changed")), exit_codes::kDataError);
+  EXPECT_EQ(App::ExitCode(absl::DeadlineExceededError("slow")), exit_codes::kTempFail);
+  EXPECT_EQ(App::ExitCode(absl::FailedPreconditionError("no CUDA")), exit_codes::kUsage);
+  EXPECT_EQ(App::ExitCode(MarkFatal(absl::InternalError("gone"))), exit_codes::kSoftware);
 }
 
 TEST(App, AnUnusedOneGoesAway) {

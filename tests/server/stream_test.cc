@@ -3,6 +3,7 @@
 
 #include <map>
 
+#include "absl/time/clock.h"
 #include "grpcpp/create_channel_posix.h"
 #include "gtest/gtest.h"
 #include "tests/testing/tcp_connection.h"
@@ -128,7 +129,7 @@ TEST(ForwardStream, ATimeoutThatPassesInTheQueueIsAnErrorItem) {
     const v1::ForwardStreamResponse expired = stream.Read();  // although both steps still run
     EXPECT_EQ(expired.request_id(), 9u);
     EXPECT_EQ(expired.error().code(), grpc::StatusCode::DEADLINE_EXCEEDED);
-    EXPECT_EQ(server.app->metrics().expired_in_queue(), 1u);
+    EXPECT_TRUE(TestServer::WaitFor([&] { return server.app->metrics().expired_in_queue() == 1; }));
   }
   ASSERT_TRUE(stream.Send(10, SmallRequest()));
   EXPECT_TRUE(stream.Read().has_result());

@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "absl/time/clock.h"
 #include "expertd/v1/expertd.grpc.pb.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "grpcpp/grpcpp.h"
