@@ -35,8 +35,8 @@ absl::StatusOr<Placement> Placement::Redundant(int32_t num_experts, int32_t num_
                                                int32_t slots_per_rank) {
   if (auto status = CheckCounts(num_experts, num_ranks); !status.ok()) return status;
   if (slots_per_rank < 1 || slots_per_rank > num_experts) {
-    return absl::InvalidArgumentError(absl::StrCat("slots per rank: got ", slots_per_rank,
-                                                   ", expected 1..", num_experts));
+    return absl::InvalidArgumentError(
+        absl::StrCat("slots per rank: got ", slots_per_rank, ", expected 1..", num_experts));
   }
   std::vector<int32_t> table(static_cast<size_t>(num_ranks) * slots_per_rank);
   for (size_t slot = 0; slot < table.size(); ++slot) {
@@ -61,8 +61,9 @@ absl::StatusOr<Placement> Placement::FromTable(int32_t num_experts, int32_t num_
   for (size_t slot = 0; slot < expert_of_slot.size(); ++slot) {
     const int32_t expert = expert_of_slot[slot];
     if (expert < -1 || expert >= num_experts) {
-      return absl::InvalidArgumentError(absl::StrCat("placement table: slot ", slot, " names expert ",
-                                                     expert, ", expected -1..", num_experts - 1));
+      return absl::InvalidArgumentError(absl::StrCat("placement table: slot ", slot,
+                                                     " names expert ", expert, ", expected -1..",
+                                                     num_experts - 1));
     }
     if (expert >= 0) ++placement.first_slot_[expert + 1];
   }

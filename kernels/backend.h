@@ -32,8 +32,8 @@ struct MatrixBuffers {
 };
 
 // Takes the canonical matrices of a checkpoint; packing is the backend's business.
-// Thread-safe for different MatrixIds. Each id: Reserve, fill, then Commit once. Both may block while
-// a bounded staging pool is full, at most until `deadline`.
+// Thread-safe for different MatrixIds. Each id: Reserve, fill, then Commit once. Both may block
+// while a bounded staging pool is full, at most until `deadline`.
 class WeightSink {
  public:
   virtual ~WeightSink() = default;
@@ -48,21 +48,21 @@ class WeightSink {
 };
 
 struct BackendOptions {
-  std::vector<LayerSpec> layers;        // ascending by layer, not empty
+  std::vector<LayerSpec> layers;  // ascending by layer, not empty
   std::shared_ptr<const Placement> placement;
-  int32_t max_tokens_per_rank = 0;      // T
-  int32_t num_threads = 0;              // CPU: all ranks together; 0 = one a core
-  std::vector<int32_t> devices;         // CUDA: one rank a device; empty = all visible
+  int32_t max_tokens_per_rank = 0;  // T
+  int32_t num_threads = 0;          // CPU: all ranks together; 0 = one a core
+  std::vector<int32_t> devices;     // CUDA: one rank a device; empty = all visible
 };
 
 struct BackendInfo {
-  std::string name;                    // "cpu", "cuda"
-  std::vector<std::string> devices;    // [ranks] what each rank runs on, for people
-  int32_t num_ranks = 0;               // of this process
+  std::string name;                  // "cpu", "cuda"
+  std::vector<std::string> devices;  // [ranks] what each rank runs on, for people
+  int32_t num_ranks = 0;             // of this process
   int32_t max_tokens_per_rank = 0;
-  int64_t weight_bytes = 0;            // held, all ranks
-  int64_t workspace_bytes = 0;         // allocated beside the weights, all ranks
-  std::string detail;                  // e.g. the instruction set in use
+  int64_t weight_bytes = 0;     // held, all ranks
+  int64_t workspace_bytes = 0;  // allocated beside the weights, all ranks
+  std::string detail;           // e.g. the instruction set in use
 };
 
 struct StepResult {
@@ -76,8 +76,8 @@ struct StepMemory {
   std::vector<RankBatch> ranks;  // pointers set, num_tokens 0
 };
 
-// What computes. Created whole or not at all; every method but AbortSteps is called by one thread (the
-// engine's), the sink's by the loader's threads before the first step.
+// What computes. Created whole or not at all; every method but AbortSteps is called by one thread
+// (the engine's), the sink's by the loader's threads before the first step.
 class Backend {
  public:
   using Done = std::function<void(StepResult)>;
@@ -91,8 +91,9 @@ class Backend {
   virtual absl::StatusOr<StepMemory*> AcquireStep(absl::Time deadline) = 0;
   virtual void ReleaseStep(StepMemory* memory) = 0;  // any thread
 
-  // Runs the step; at most limits::kStepsInFlight not done. `done` is called once, from a thread of the
-  // backend, in submission order, and must not block. A wrong argument is an error here, without a call.
+  // Runs the step; at most limits::kStepsInFlight not done. `done` is called once, from a thread of
+  // the backend, in submission order, and must not block. A wrong argument is an error here,
+  // without a call.
   virtual absl::Status Submit(const MoeStep& step, Done done) = 0;
 
   // Any thread: what runs or is staged ends soon with `reason`; later submissions fail with it.

@@ -2,8 +2,8 @@
 
 #include "CLI/CLI.hpp"
 
-// One function a subcommand: adds it with its options to `app`; when it was chosen, its callback runs it
-// and stores the process's exit code (config/exit_codes.h).
+// One function a subcommand: adds it with its options to `app`; when it was chosen, its callback
+// runs it and stores the process's exit code (config/exit_codes.h).
 namespace expertd {
 
 void AddServeCommand(CLI::App& app, int* exit_code);
