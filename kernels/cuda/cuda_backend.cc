@@ -323,7 +323,11 @@ int DeviceOf(const std::vector<int32_t>& devices) { return devices.empty() ? 0 :
 
 absl::StatusOr<cudaDeviceProp> PropertiesOf(int device) {
   int count = 0;
-  EXPERTD_CUDA_RETURN_IF_ERROR(cudaGetDeviceCount(&count));
+  const absl::Status counted = EXPERTD_CUDA_STATUS(cudaGetDeviceCount(&count));
+  if (absl::IsNotFound(counted)) {
+    return absl::NotFoundError(absl::StrCat("no CUDA device is usable: ", counted.message()));
+  }
+  if (!counted.ok()) return counted;
   if (count == 0) return absl::NotFoundError("no CUDA device is visible");
   if (device < 0 || device >= count) {
     return absl::InvalidArgumentError(

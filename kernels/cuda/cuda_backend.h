@@ -29,7 +29,7 @@ namespace cuda {
 // What MakeCudaBackend(BackendOptions) leaves at its default.
 struct CudaBackendOptions {
   BackendOptions common;
-  KernelPath path = KernelPath::kUnfused;
+  KernelPath path = KernelPath::kFused;
   absl::Duration step_timeout = absl::Milliseconds(limits::kStepTimeoutMs);
 };
 

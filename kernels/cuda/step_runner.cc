@@ -7,6 +7,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/check.h"
+#include "kernels/cuda/kernel_config.h"
+#include "kernels/cuda/moe_layer/launch.h"
 #include "kernels/cuda/step_kernels.h"
 #include "kernels/cuda/unfused_moe.h"
 #include "kernels/layout/workspace.h"
@@ -29,6 +31,15 @@ const char* WhatWasWaitedFor(uint32_t code) {
   }
 }
 
+LayerShape ShapeOfLayer(const LayerSpec& spec, int32_t num_slots) {
+  return {.format = FormatOf(spec.recipe),
+          .hidden = spec.hidden_size,
+          .intermediate = spec.intermediate_size,
+          .num_experts = spec.num_experts,
+          .num_slots = num_slots,
+          .num_ranks = 1};
+}
+
 MemoryQuestion QuestionOf(const StepRunner::Options& options) {
   return {options.layers, options.placement->slots_per_rank(), options.max_tokens, options.path};
 }
@@ -47,7 +58,7 @@ absl::StatusOr<std::unique_ptr<StepRunner>> StepRunner::Create(const Options& op
     }
   }
   if (options.path == KernelPath::kFused) {
-    return absl::UnimplementedError("the fused kernel is not part of this build yet");
+    EXPERTD_CUDA_RETURN_IF_ERROR(moe_layer::PrepareDevice());
   }
   runner->description_ = options.path == KernelPath::kFused ? "fused kernel" : "plain kernels";
   return runner;
@@ -114,7 +125,7 @@ absl::Status StepRunner::Enqueue(const MoeStep& step, const DeviceLayer& layer, 
   EXPERTD_CUDA_RETURN_IF_ERROR(cudaEventRecord(slot.marks[0].get(), stream));
   if (absl::Status status = CopyIn(step, hidden_size, stream); !status.ok()) return status;
   EXPERTD_CUDA_RETURN_IF_ERROR(cudaEventRecord(slot.marks[1].get(), stream));
-  if (absl::Status status = Compute(step, layer, stream); !status.ok()) return status;
+  if (absl::Status status = Compute(step, layer, index, stream); !status.ok()) return status;
   EXPERTD_CUDA_RETURN_IF_ERROR(cudaEventRecord(slot.marks[2].get(), stream));
   EXPERTD_CUDA_RETURN_IF_ERROR(
       cudaMemcpyAsync(batch.output, step_array<void>(layout_.output),
@@ -155,9 +166,10 @@ absl::Status StepRunner::CopyIn(const MoeStep& step, int64_t hidden_size, cudaSt
                            step_array<uint16_t>(layout_.hidden), elements, stream);
 }
 
-absl::Status StepRunner::Compute(const MoeStep& step, const DeviceLayer& layer,
+absl::Status StepRunner::Compute(const MoeStep& step, const DeviceLayer& layer, int index,
                                  cudaStream_t stream) {
-  return LaunchPlain(step, layer, stream);
+  return options_.path == KernelPath::kFused ? LaunchFused(step, layer, index, stream)
+                                             : LaunchPlain(step, layer, stream);
 }
 
 absl::Status StepRunner::LaunchPlain(const MoeStep& step, const DeviceLayer& layer,
@@ -174,6 +186,46 @@ absl::Status StepRunner::LaunchPlain(const MoeStep& step, const DeviceLayer& lay
   };
   return LaunchUnfusedMoe(layer.spec, options_.placement->slots_per_rank(), layer.packed,
                           {first_slot_, slots_}, unfused, workspace_.data(), stream);
+}
+
+absl::Status StepRunner::LaunchFused(const MoeStep& step, const DeviceLayer& layer, int index,
+                                     cudaStream_t stream) {
+  const int32_t num_slots = options_.placement->slots_per_rank();
+  const int32_t num_tokens = step.ranks[0].num_tokens;
+  const auto control_address = static_cast<char*>(control_.device_data());
+  moe_layer::MoeLayerParams params;
+  params.num_tokens = num_tokens;
+  params.top_k = step.top_k;
+  params.hidden = static_cast<int32_t>(layer.spec.hidden_size);
+  params.intermediate = static_cast<int32_t>(layer.spec.intermediate_size);
+  params.num_slots = num_slots;
+  params.slots_per_rank = num_slots;
+  params.x = step_array<uint16_t>(layout_.hidden);
+  params.ids = step_array<int32_t>(layout_.ids);
+  params.weights = step_array<float>(layout_.weights);
+  params.row_in_request = step_array<int32_t>(layout_.rows);
+  params.output = step_array<void>(layout_.output);
+  params.output_f32 = step.output_dtype == DType::kF32;
+  params.step = kernel_step_;
+  params.first_slot = first_slot_;
+  params.slots = slots_;
+  params.fc1_units = layer.packed.fc1_units;
+  params.fc2_units = layer.packed.fc2_units;
+  params.fc1_factors = layer.packed.fc1_factors;
+  params.fc2_factors = layer.packed.fc2_factors;
+  params.swiglu_limit = layer.spec.swiglu_limit;
+  params.peers.base = workspace_.as<char>();
+  params.workspace = layout::PlanWorkspace(ShapeOfWorkspace(layer.spec, QuestionOf(options_)));
+  params.stop = reinterpret_cast<const uint32_t*>(control_address + offsetof(Control, stop));
+  params.fault =
+      reinterpret_cast<moe_layer::FaultRecord*>(control_address + offsetof(Control, faults)) +
+      index;
+  params.timeout_ns = static_cast<uint64_t>(limits::kCudaWaitMs) * 1'000'000;
+  const absl::StatusOr<KernelConfig> config = ChooseKernelConfig(
+      ShapeOfLayer(layer.spec, num_slots), num_tokens, step.top_k, options_.num_sms);
+  if (!config.ok()) return config.status();
+  return EXPERTD_CUDA_STATUS(
+      moe_layer::Launch(FormatOf(layer.spec.recipe), *config, params, stream));
 }
 
 absl::Status StepRunner::FaultStatus(const moe_layer::FaultRecord& fault) const {

@@ -69,7 +69,10 @@ class StepRunner {
   absl::Status UploadPlacement();
   absl::Status ResetWorkspace(cudaStream_t stream);
   absl::Status CopyIn(const MoeStep& step, int64_t hidden_size, cudaStream_t stream);
-  absl::Status Compute(const MoeStep& step, const DeviceLayer& layer, cudaStream_t stream);
+  absl::Status Compute(const MoeStep& step, const DeviceLayer& layer, int index,
+                       cudaStream_t stream);
+  absl::Status LaunchFused(const MoeStep& step, const DeviceLayer& layer, int index,
+                           cudaStream_t stream);
   absl::Status LaunchPlain(const MoeStep& step, const DeviceLayer& layer, cudaStream_t stream);
 
   template <typename T>

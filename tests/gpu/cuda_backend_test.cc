@@ -51,7 +51,9 @@ class CudaBackendTest : public testing::GpuTest,
                testing::MakeRandomLayer(Spec(5, Recipe::kNvfp4), 2)};
     options_.path = GetParam();
     options_.common.layers = {layers_[0].spec, layers_[1].spec};
-    options_.common.placement = std::make_shared<const Placement>(*Placement::Redundant(8, 1, 11));
+    // Three experts have a replica.
+    options_.common.placement = std::make_shared<const Placement>(
+        *Placement::FromTable(8, 1, {0, 1, 2, 3, 4, 5, 6, 7, 0, 3, 7}));
     options_.common.max_tokens_per_rank = 100;
   }
 
@@ -69,7 +71,8 @@ class CudaBackendTest : public testing::GpuTest,
   cuda::CudaBackendOptions options_;
 };
 
-INSTANTIATE_TEST_SUITE_P(Paths, CudaBackendTest, ::testing::Values(cuda::KernelPath::kUnfused),
+INSTANTIATE_TEST_SUITE_P(Paths, CudaBackendTest,
+                         ::testing::Values(cuda::KernelPath::kFused, cuda::KernelPath::kUnfused),
                          [](const auto& info) {
                            return info.param == cuda::KernelPath::kFused ? "Fused" : "Unfused";
                          });

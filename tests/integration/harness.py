@@ -89,11 +89,12 @@ class Process:
 class Daemon(Process):
     """`expertd serve` on a free port, by default on the golden checkpoint and two CPU ranks."""
 
-    def __init__(self, *flags, checkpoint=None, env=None, listen="127.0.0.1:0", ready=True):
+    def __init__(self, *flags, checkpoint=None, env=None, listen="127.0.0.1:0", ready=True,
+                 backend="cpu"):
         self._files = tempfile.mkdtemp(prefix="expertd-test-")
         address_file = os.path.join(self._files, "address")
-        super().__init__("serve", checkpoint or golden("checkpoint"), "--backend", "cpu", "--listen",
-                         listen, "--address-file", address_file, *flags, env=env)
+        super().__init__("serve", checkpoint or golden("checkpoint"), "--backend", backend,
+                         "--listen", listen, "--address-file", address_file, *flags, env=env)
         self.address = self._wait_for_address(address_file)
         if ready:
             status, _, error = run("call", self.address, "--health", "--wait", f"{START_SECONDS}s")

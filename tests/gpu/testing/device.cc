@@ -111,16 +111,19 @@ cuda::UnfusedStep DeviceBatch::step() const {
 }
 
 std::vector<float> DeviceBatch::Output() const {
-  const std::vector<uint8_t> bytes = output_.Download();
-  std::vector<float> values(bytes.size() / DTypeBytes(output_dtype_));
+  return AsFloats(output_.Download(), output_dtype_);
+}
+
+std::vector<float> AsFloats(const std::vector<uint8_t>& bytes, DType dtype) {
+  std::vector<float> values(bytes.size() / DTypeBytes(dtype));
+  if (dtype == DType::kF32) {
+    std::memcpy(values.data(), bytes.data(), bytes.size());
+    return values;
+  }
   for (size_t i = 0; i < values.size(); ++i) {
-    if (output_dtype_ == DType::kF32) {
-      std::memcpy(&values[i], bytes.data() + 4 * i, 4);
-    } else {
-      uint16_t bits;
-      std::memcpy(&bits, bytes.data() + 2 * i, 2);
-      values[i] = Bf16ToFloat(bits);
-    }
+    uint16_t bits;
+    std::memcpy(&bits, bytes.data() + 2 * i, 2);
+    values[i] = Bf16ToFloat(bits);
   }
   return values;
 }

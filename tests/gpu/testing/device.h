@@ -59,6 +59,9 @@ class DeviceArray {
   size_t count_ = 0;
 };
 
+// Output bytes as numbers.
+std::vector<float> AsFloats(const std::vector<uint8_t>& bytes, DType dtype);
+
 // A layer's canonical matrices on the device.
 class DeviceLayer {
  public:

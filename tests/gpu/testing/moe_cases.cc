@@ -1,7 +1,9 @@
 #include "tests/gpu/testing/moe_cases.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <thread>
@@ -94,6 +96,19 @@ void DifferentExperts(int32_t num_experts, absl::Span<int32_t> row, std::vector<
   }
 }
 
+// task(0) .. task(count - 1), on as many threads as there are cores.
+void InParallel(int32_t count, const std::function<void(int32_t)>& task) {
+  std::atomic<int32_t> next = 0;
+  const auto work = [&] {
+    for (int32_t i = next++; i < count; i = next++) task(i);
+  };
+  std::vector<std::thread> threads;
+  const int32_t cores = static_cast<int32_t>(std::thread::hardware_concurrency());
+  for (int32_t i = 1; i < std::min(cores, count); ++i) threads.emplace_back(work);
+  work();
+  for (std::thread& thread : threads) thread.join();
+}
+
 }  // namespace
 
 reference::MatrixView HostLayer::View(int32_t expert, Matrix matrix) const {
@@ -119,27 +134,24 @@ HostLayer MakeRandomLayer(const LayerSpec& spec, uint64_t seed) {
   HostLayer layer;
   layer.spec = spec;
   layer.second_level.resize(static_cast<size_t>(spec.num_experts) * kNumMatrices, 1.0f);
-  std::vector<std::thread> threads;
   for (int m = 0; m < kNumMatrices; ++m) {
+    const MatrixShape shape = ShapeOf(spec, static_cast<Matrix>(m));
+    layer.codes[m].resize(spec.num_experts * shape.CodeBytes());
+    layer.scales[m].resize(spec.num_experts * shape.ScaleBytes(spec.recipe));
+  }
+  InParallel(spec.num_experts * kNumMatrices, [&](int32_t index) {
+    const int32_t expert = index / kNumMatrices;
+    const int m = index % kNumMatrices;
     const auto matrix = static_cast<Matrix>(m);
     const MatrixShape shape = ShapeOf(spec, matrix);
-    const int64_t scale_bytes = shape.ScaleBytes(spec.recipe);
-    layer.codes[m].resize(spec.num_experts * shape.CodeBytes());
-    layer.scales[m].resize(spec.num_experts * scale_bytes);
-    threads.emplace_back([&layer, spec, matrix, m, shape, scale_bytes, seed] {
-      for (int32_t e = 0; e < spec.num_experts; ++e) {
-        const uint64_t matrix_seed = (seed * 4099 + e) * kNumMatrices + m;
-        FillMatrix(spec, matrix, matrix_seed, layer.codes[m].data() + e * shape.CodeBytes(),
-                   layer.scales[m].data() + e * scale_bytes);
-        if (spec.recipe == Recipe::kNvfp4) {
-          const double ratio = 0.5 + static_cast<double>(matrix_seed % 7) * 0.25;
-          layer.second_level[static_cast<size_t>(e) * kNumMatrices + m] =
-              static_cast<float>(ratio / (4.5 * std::sqrt(shape.in)));
-        }
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+    const uint64_t matrix_seed = seed * 1'000'003 + index;
+    FillMatrix(spec, matrix, matrix_seed, layer.codes[m].data() + expert * shape.CodeBytes(),
+               layer.scales[m].data() + expert * shape.ScaleBytes(spec.recipe));
+    if (spec.recipe == Recipe::kNvfp4) {
+      const double ratio = 0.5 + static_cast<double>(matrix_seed % 7) * 0.25;
+      layer.second_level[index] = static_cast<float>(ratio / (4.5 * std::sqrt(shape.in)));
+    }
+  });
   return layer;
 }
 
@@ -167,13 +179,17 @@ HostBatch MakeRandomBatch(const LayerSpec& spec, int32_t num_tokens, int32_t top
   batch.top_k = top_k;
   const size_t routes = static_cast<size_t>(num_tokens) * top_k;
   batch.hidden.resize(static_cast<size_t>(num_tokens) * spec.hidden_size);
-  for (uint16_t& value : batch.hidden) {
-    // The sum of four uniforms is near enough to a normal variable; variance 1 by the factor.
-    const uint64_t word = random();
-    double sum = -2;
-    for (int i = 0; i < 4; ++i) sum += static_cast<double>((word >> (16 * i)) & 0xffff) / 65536;
-    value = FloatToBf16(static_cast<float>(sum * std::sqrt(3.0)));
-  }
+  InParallel(num_tokens, [&](int32_t t) {
+    SplitMix row_random(seed * 65'537 + t);
+    for (int64_t i = 0; i < spec.hidden_size; ++i) {
+      // The sum of four uniforms is near enough to a normal variable; variance 1 by the factor.
+      const uint64_t word = row_random();
+      double sum = -2;
+      for (int j = 0; j < 4; ++j) sum += static_cast<double>((word >> (16 * j)) & 0xffff) / 65536;
+      batch.hidden[t * spec.hidden_size + i] =
+          FloatToBf16(static_cast<float>(sum * std::sqrt(3.0)));
+    }
+  });
   batch.ids.resize(routes);
   batch.weights.resize(routes);
   batch.row_in_request.resize(num_tokens);
@@ -216,25 +232,20 @@ std::vector<double> ReferenceRows(const HostLayer& layer, const HostBatch& batch
   const int64_t hidden_size = layer.spec.hidden_size;
   const std::vector<reference::ExpertView> experts = layer.Experts();
   std::vector<double> expected(static_cast<size_t>(batch.num_tokens) * hidden_size);
-  const int32_t num_threads = std::clamp<int32_t>(
-      static_cast<int32_t>(std::thread::hardware_concurrency()), 1, std::max(1, batch.num_tokens));
-  std::vector<std::thread> threads;
-  for (int32_t thread = 0; thread < num_threads; ++thread) {
-    threads.emplace_back([&, thread] {
-      std::vector<int32_t> rows;
-      for (int32_t row = thread; row < batch.num_tokens; row += num_threads) rows.push_back(row);
-      const HostBatch mine = SelectRows(batch, hidden_size, rows);
-      std::vector<double> hidden(mine.hidden.size());
-      std::transform(mine.hidden.begin(), mine.hidden.end(), hidden.begin(), Bf16ToFloat);
-      const std::vector<double> result =
-          reference::Forward(layer.spec, experts, hidden, mine.ids, mine.weights, mine.top_k);
-      for (size_t i = 0; i < rows.size(); ++i) {
-        std::copy_n(result.begin() + i * hidden_size, hidden_size,
-                    expected.begin() + rows[i] * hidden_size);
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  constexpr int32_t kRowsAtOnce = 4;
+  InParallel((batch.num_tokens + kRowsAtOnce - 1) / kRowsAtOnce, [&](int32_t part) {
+    std::vector<int32_t> rows;
+    for (int32_t row = part * kRowsAtOnce; row < batch.num_tokens && rows.size() < kRowsAtOnce;
+         ++row) {
+      rows.push_back(row);
+    }
+    const HostBatch mine = SelectRows(batch, hidden_size, rows);
+    std::vector<double> hidden(mine.hidden.size());
+    std::transform(mine.hidden.begin(), mine.hidden.end(), hidden.begin(), Bf16ToFloat);
+    const std::vector<double> result =
+        reference::Forward(layer.spec, experts, hidden, mine.ids, mine.weights, mine.top_k);
+    std::copy(result.begin(), result.end(), expected.begin() + rows[0] * hidden_size);
+  });
   return expected;
 }
 
