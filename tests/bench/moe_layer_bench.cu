@@ -331,6 +331,7 @@ class LayerBench {
     params_.top_k = g.top_k;
     params_.hidden = g.hidden;
     params_.intermediate = g.intermediate;
+    params_.num_experts = g.experts;
     params_.num_slots = g.experts;
     params_.slots_per_rank = g.experts;
     params_.first_slot = layer.table.first_slot;
@@ -411,6 +412,7 @@ class LayerBench {
     if (!moe_layer::kRecordTiming) return;
     const int count = machine_.num_sms * moe_layer::kTimingMarks;
     params_.timing = Device<uint64_t>(count);
+    BENCH_CHECK(cudaMemset(params_.timing, 0, count * 8));
     DisplaceL2(machine_);
     Launch(0);
     CheckFault();

@@ -17,7 +17,7 @@ namespace expertd::cuda::moe_layer {
 __device__ __forceinline__ void init_barriers() {
   SharedState* state = &shared_state();
   for (int i = 0; i < kMaxStages; ++i) {
-    ptx::mbarrier_init(ptx::shared_address(&state->full[i]), 2);
+    ptx::mbarrier_init(ptx::shared_address(&state->full[i]), kFullArrivals);
     ptx::mbarrier_init(ptx::shared_address(&state->empty[i]), kExpertWarps);
   }
   for (int i = 0; i < kTileSlots; ++i) {
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, 1) moe_layer_kernel(const __grid_con
     init_barriers();
   }
   if (claims) first_tile = open_step(params);
-  RouteSorter{params, reinterpret_cast<uint32_t*>(shared_memory + kStateBytes)}.sort(warp, lane);
+  sort_routes(params, warp, lane);
   const bool odd = ((params.hidden + 127) / 128 | (params.intermediate + 127) / 128) & 1;
   if (odd) clear_weights(shared_memory + params.weights_offset, params.tables_offset - params.weights_offset);
   ptx::fence_proxy_async_shared();
@@ -71,11 +71,13 @@ __global__ void __launch_bounds__(kThreads, 1) moe_layer_kernel(const __grid_con
       WeightRole<kFormat>(params).run(first_tile);
       mark(params, kMarkLastTile);
     }
+    __syncwarp();
+    CombineRole{params, Waiter{params}, warp, lane}.run();
   } else {
     ptx::setmaxnreg_inc<kExpertRegisters>();
     ExpertRole<kFormat>{params, Waiter{params}, warp / 4, warp % 4, lane}.run();
     if (threadIdx.x == 0) mark(params, kMarkCombine);
-    CombineRole{params, Waiter{params}, lane}.run(warp);
+    CombineRole{params, Waiter{params}, warp, lane}.run();
     if (threadIdx.x == 0) {
       mark(params, kMarkEnd);
       if (gave_up_word() != kNoFault) give_up(params, gave_up_word(), 0, 0, 0);

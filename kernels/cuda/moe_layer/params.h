@@ -49,6 +49,7 @@ struct MoeLayerParams {
   int32_t top_k = 0;         // K, 1..32
   int32_t hidden = 0;        // H, multiple of 64
   int32_t intermediate = 0;  // I, multiple of 64
+  int32_t num_experts = 0;   // E, of the layer
   int32_t num_slots = 0;     // expert slots of this rank
   int32_t slots_per_rank = 0;
 

@@ -5,9 +5,9 @@
 #include "kernels/cuda/moe_layer/epilogue.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 
-// The weighted sum of each token's expert outputs, by the warps that multiplied, after the tile list: a
-// warp takes 256 columns of a token, waits until each of its routes is there, and adds in route order in
-// f32. The split over warps is fixed, so the bits are too.
+// The weighted sum of each token's expert outputs, by all warps, after the tile list. When every tile of
+// FC2 is there, a warp takes runs of 256 columns of a token and adds the routes in their order in f32. The
+// split over warps does not change what is added to what, so the bits are fixed.
 namespace expertd::cuda::moe_layer {
 
 struct CombineRole {
@@ -16,30 +16,28 @@ struct CombineRole {
 
   const MoeLayerParams& params;
   Waiter waiter;
+  int warp;
   int lane;
 
-  // Lane k looks at route k of the token.
-  __device__ __forceinline__ uint32_t wait_for_routes(int token, int slice) const {
-    const int64_t route = int64_t{token} * params.top_k + lane;
-    uint32_t token_tile = layout::kNoTile;
-    if (lane < params.top_k) {
-      token_tile = params.local.tile_of_route[route];
-    }
-    const int row_tiles = min(4, params.hidden / 64 - slice * 4);
-    const uint32_t* done = params.local.fc2_done +
-                           int64_t{token_tile} * params.local.fc2_done_stride + slice * 4;
-    waiter.wait_for_step(kWaitFc2, token, [&] {
-      if (token_tile == layout::kNoTile) return params.step;
-      const uint4 flags = ptx::ld_relaxed_gpu_v4(done);
-      const uint32_t words[4] = {flags.x, flags.y, flags.z, flags.w};
+  // Each warp looks at its share of the flags; a barrier joins the CTA's warps.
+  __device__ __forceinline__ void wait_for_outputs() const {
+    const int token_tiles = tile_begin(params)[params.num_slots];
+    const int row_tiles = params.hidden / 64;
+    const int quads = params.local.fc2_done_stride / 4;
+    waiter.wait_for_step(kWaitFc2, blockIdx.x, [&] {
       uint32_t found = params.step;
+      for (int i = warp * 32 + lane; i < token_tiles * quads; i += kThreads) {
+        const uint4 flags = ptx::ld_relaxed_gpu_v4(params.local.fc2_done + 4 * i);
+        const uint32_t words[4] = {flags.x, flags.y, flags.z, flags.w};
+        const int first = 4 * (i % quads);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i < row_tiles && words[i] != params.step) found = words[i];
+        for (int c = 0; c < 4; ++c) {
+          if (first + c < row_tiles && words[c] != params.step) found = words[c];
+        }
       }
       return found;
     });
-    return __ballot_sync(0xffffffffu, token_tile != layout::kNoTile);
+    ptx::barrier_sync<kCombineBarrier>(kThreads);
   }
 
   __device__ __forceinline__ static void add(float (&sum)[8], const uint4& row, float weight) {
@@ -51,29 +49,27 @@ struct CombineRole {
     }
   }
 
-  __device__ __forceinline__ void combine(int token, int slice) const {
-    const uint32_t present = wait_for_routes(token, slice);
+  // `present`: routes that have an output; lane k holds the weight of route k.
+  __device__ __forceinline__ void combine(int token, int slice, uint32_t present, float weight) const {
     const int column = slice * kColumns + lane * 8;
-    if (column >= params.hidden) return;
-    const int64_t route = int64_t{token} * params.top_k;
-    const uint16_t* y = params.local.y + route * params.hidden + column;
+    const bool inside = column < params.hidden;
+    const uint16_t* y = params.local.y + int64_t{token} * params.top_k * params.hidden + column;
     float sum[8] = {};
     for (int base = 0; base < params.top_k; base += kRowsAtOnce) {
       uint4 rows[kRowsAtOnce];
-      float weights[kRowsAtOnce];
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
-        if (base + i < params.top_k && (present >> (base + i) & 1u)) {
+        if (inside && base + i < 32 && (present >> (base + i) & 1u)) {
           rows[i] = __ldcg(reinterpret_cast<const uint4*>(y + int64_t{base + i} * params.hidden));
-          weights[i] = params.weights[route + base + i];
         }
       }
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
-        if (base + i < params.top_k && (present >> (base + i) & 1u)) add(sum, rows[i], weights[i]);
+        const float w = __shfl_sync(0xffffffffu, weight, (base + i) & 31);
+        if (base + i < 32 && (present >> (base + i) & 1u)) add(sum, rows[i], w);
       }
     }
-    store(sum, int64_t{token} * params.hidden + column);
+    if (inside) store(sum, int64_t{token} * params.hidden + column);
   }
 
   __device__ __forceinline__ void store(const float (&sum)[8], int64_t element) const {
@@ -88,13 +84,29 @@ struct CombineRole {
     }
   }
 
-  // Items (token, slice) in token order over all multiplying warps of the grid.
-  __device__ __forceinline__ void run(int warp) const {
+  // A run of items (token, slice) in token order for each warp of the grid.
+  __device__ __forceinline__ void run() const {
     const int slices = (params.hidden + kColumns - 1) / kColumns;
     const int items = params.num_tokens * slices;
-    const int stride = gridDim.x * kExpertWarps;
-    for (int item = blockIdx.x + warp * gridDim.x; item < items; item += stride) {
-      combine(item / slices, item % slices);
+    const int warps = gridDim.x * kWarps;
+    const int run_length = (items + warps - 1) / warps;
+    const int begin = (warp * gridDim.x + blockIdx.x) * run_length;
+    const int end = min(begin + run_length, items);
+    wait_for_outputs();
+    int known = -1;
+    uint32_t present = 0;
+    float weight = 0;
+    for (int item = begin; item < end; ++item) {
+      const int token = item / slices;
+      if (token != known) {
+        const int route = token * params.top_k + lane;
+        const bool here =
+            lane < params.top_k && params.local.tile_of_route[route] != layout::kNoTile;
+        weight = here ? params.weights[route] : 0.0f;
+        present = __ballot_sync(0xffffffffu, here);
+        known = token;
+      }
+      combine(token, item - token * slices, present, weight);
     }
   }
 };

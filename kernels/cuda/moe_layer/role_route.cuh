@@ -10,28 +10,65 @@
 namespace expertd::cuda::moe_layer {
 
 struct RouteSorter {
+  static constexpr int kReplicated = -2;
+
   const MoeLayerParams& params;
-  uint32_t* counts;  // [kWarps][num_slots], in the ring's memory
+  // In the ring's memory:
+  uint32_t* counts;  // [kWarps][num_slots]
+  int16_t* table;    // [E] local slot, -1 elsewhere, or kReplicated
+  int16_t* cache;    // local slot by route, for the first `cached` of them
+  int cached;
+
+  __device__ __forceinline__ explicit RouteSorter(const MoeLayerParams& p) : params(p) {
+    counts = reinterpret_cast<uint32_t*>(shared_memory + kStateBytes);
+    table = reinterpret_cast<int16_t*>(counts + kWarps * p.num_slots);
+    cache = table + p.num_experts;
+    const int left = static_cast<int>(shared_memory + p.tables_offset - reinterpret_cast<uint8_t*>(cache));
+    cached = left / static_cast<int>(sizeof(int16_t));
+  }
+
+  __device__ __forceinline__ int local_slot(int global_slot) const {
+    const int local = global_slot - params.peers.rank * params.slots_per_rank;
+    return local >= 0 && local < params.num_slots ? local : -1;
+  }
+
+  __device__ __forceinline__ void fill_table(int thread) const {
+    for (int expert = thread; expert < params.num_experts; expert += kThreads) {
+      const int first = params.first_slot[expert];
+      const int count = params.first_slot[expert + 1] - first;
+      const int slot = local_slot(params.slots[first]);
+      table[expert] = static_cast<int16_t>(count == 1 ? slot : kReplicated);
+    }
+  }
 
   // Local slot of a route, or -1.
-  __device__ __forceinline__ int slot_of(int route) const {
-    const int expert = params.ids[route];
+  __device__ __forceinline__ int slot_of(int route, int expert) const {
     if (expert < 0) return -1;
+    const int slot = table[expert];
+    if (slot != kReplicated) return slot;
+    const int token = route / params.top_k;
+    const int row = params.row_in_request ? params.row_in_request[token] : token;
     const int first = params.first_slot[expert];
-    const int count = params.first_slot[expert + 1] - first;
-    int replica = 0;
-    if (count > 1) {
-      const int token = route / params.top_k;
-      replica = (params.row_in_request ? params.row_in_request[token] : token) % count;
-    }
-    const int local = params.slots[first + replica] - params.peers.rank * params.slots_per_rank;
-    return local >= 0 && local < params.num_slots ? local : -1;
+    return local_slot(params.slots[first + row % (params.first_slot[expert + 1] - first)]);
   }
 
   __device__ __forceinline__ int chunk_begin(int warp) const {
     const int routes = params.num_tokens * params.top_k;
     const int chunk = (routes + kWarps * 32 - 1) / (kWarps * 32) * 32;
     return min(warp * chunk, routes);
+  }
+
+  // Looks routes up in parallel, as many as there is room for.
+  __device__ __forceinline__ void fill_cache(int thread) const {
+    const int routes = min(params.num_tokens * params.top_k, cached);
+#pragma unroll 4
+    for (int route = thread; route < routes; route += kThreads) {
+      cache[route] = static_cast<int16_t>(slot_of(route, params.ids[route]));
+    }
+  }
+
+  __device__ __forceinline__ int cached_slot(int route) const {
+    return route < cached ? cache[route] : slot_of(route, params.ids[route]);
   }
 
   // Counts of each warp's run of routes.
@@ -42,7 +79,7 @@ struct RouteSorter {
     const int end = chunk_begin(warp + 1);
     for (int base = chunk_begin(warp); base < end; base += 32) {
       const int route = base + lane;
-      const int slot = route < end ? slot_of(route) : -1;
+      const int slot = route < end ? cached_slot(route) : -1;
       const uint32_t same = __match_any_sync(0xffffffffu, slot);
       if (slot >= 0 && lane == __ffs(same) - 1) mine[slot] += __popc(same);
       __syncwarp();
@@ -101,22 +138,21 @@ struct RouteSorter {
   // Writes each route's place.
   __device__ __forceinline__ void place(int warp, int lane) const {
     uint32_t* mine = counts + warp * params.num_slots;
-    uint32_t* routes = params.local.routes;
-    uint32_t* tile_of_route = params.local.tile_of_route;
     const int end = chunk_begin(warp + 1);
     for (int base = chunk_begin(warp); base < end; base += 32) {
       const int route = base + lane;
-      const int slot = route < end ? slot_of(route) : -1;
+      const int slot = route < end ? cached_slot(route) : -1;
       const uint32_t same = __match_any_sync(0xffffffffu, slot);
       if (slot >= 0) {
         const uint32_t first = route_begin(params)[slot];
         const uint32_t in_slot = mine[slot] + __popc(same & ((1u << lane) - 1u));
         const int rows = TokenTileRows(static_cast<int>(route_begin(params)[slot + 1] - first),
                                        params.token_tile);
-        routes[first + in_slot] = static_cast<uint32_t>(route);
-        tile_of_route[route] = tile_begin(params)[slot] + in_slot / static_cast<uint32_t>(rows);
+        params.local.routes[first + in_slot] = static_cast<uint32_t>(route);
+        params.local.tile_of_route[route] =
+            tile_begin(params)[slot] + in_slot / static_cast<uint32_t>(rows);
       } else if (route < end) {
-        tile_of_route[route] = layout::kNoTile;
+        params.local.tile_of_route[route] = layout::kNoTile;
       }
       __syncwarp();
       if (slot >= 0 && lane == __ffs(same) - 1) mine[slot] += __popc(same);
@@ -126,6 +162,10 @@ struct RouteSorter {
 
   // All threads of the CTA; ends with a barrier.
   __device__ __forceinline__ void sort(int warp, int lane) const {
+    fill_table(warp * 32 + lane);
+    __syncthreads();
+    fill_cache(warp * 32 + lane);
+    __syncthreads();
     count(warp, lane);
     __syncthreads();
     rank_warps(warp * 32 + lane);
@@ -136,5 +176,11 @@ struct RouteSorter {
     __syncthreads();
   }
 };
+
+// Not inlined: inside the kernel its branches cost the compiler the proof that the multiplying loop's
+// values are the same in a whole warp.
+static __device__ __noinline__ void sort_routes(const MoeLayerParams& params, int warp, int lane) {
+  RouteSorter(params).sort(warp, lane);
+}
 
 }  // namespace expertd::cuda::moe_layer

@@ -25,8 +25,11 @@ struct TileSlot {
   uint32_t route[kMaxTokenTile];  // t * K + k by row; written before the first stage is announced
 };
 
+// The weights' expectation; a token warp's lanes by their copies, and lane 0 for what it wrote itself.
+inline constexpr int kFullArrivals = 1 + 32 + 1;
+
 struct SharedState {
-  uint64_t full[kMaxStages];        // stage loaded: weights' bytes + 1 arrival for the tokens
+  uint64_t full[kMaxStages];        // stage loaded: weights' bytes, the tokens' copies: kFullArrivals
   uint64_t empty[kMaxStages];       // stage consumed: kExpertWarps arrivals
   uint64_t tile_full[kTileSlots];   // tile claimed: 1 arrival
   uint64_t tile_done[kTileSlots];   // results stored: kExpertWarps arrivals

@@ -17,6 +17,12 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
+// Hardware barrier of `threads` threads of the CTA.
+template <int kBarrier>
+__device__ __forceinline__ void barrier_sync(int threads) {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
+}
+
 // Read anew each time: addresses that depend on it are not kept in registers across a loop.
 __device__ __forceinline__ int lane_id() {
   int lane;
