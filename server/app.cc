@@ -180,6 +180,7 @@ int App::ExitCode(const absl::Status& over) {
     case absl::StatusCode::kDeadlineExceeded:  // loading took too long
       return exit_codes::kTempFail;
     case absl::StatusCode::kFailedPrecondition:  // a backend that this build or machine lacks
+    case absl::StatusCode::kUnimplemented:       // or that cannot do what was asked
       return exit_codes::kUsage;
     default:
       return exit_codes::kDataError;

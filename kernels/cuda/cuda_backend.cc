@@ -325,10 +325,11 @@ absl::StatusOr<cudaDeviceProp> PropertiesOf(int device) {
   int count = 0;
   const absl::Status counted = EXPERTD_CUDA_STATUS(cudaGetDeviceCount(&count));
   if (absl::IsNotFound(counted)) {
-    return absl::NotFoundError(absl::StrCat("no CUDA device is usable: ", counted.message()));
+    return absl::FailedPreconditionError(
+        absl::StrCat("no CUDA device is usable: ", counted.message()));
   }
   if (!counted.ok()) return counted;
-  if (count == 0) return absl::NotFoundError("no CUDA device is visible");
+  if (count == 0) return absl::FailedPreconditionError("no CUDA device is visible");
   if (device < 0 || device >= count) {
     return absl::InvalidArgumentError(
         absl::StrCat("device ", device, " does not exist: ", count, " visible"));

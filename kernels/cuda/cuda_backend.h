@@ -13,15 +13,15 @@
 
 namespace expertd {
 
-// Can the kernels run on the device that `devices` chooses (empty: device 0)? NOT_FOUND where no
-// device is visible, INVALID_ARGUMENT if this one does not exist, FAILED_PRECONDITION for its
-// architecture. Creates no context.
+// Can the kernels run on the device that `devices` chooses (empty: device 0)? FAILED_PRECONDITION
+// where no device is visible and for its architecture, INVALID_ARGUMENT if this one does not exist.
+// Creates no context.
 absl::Status CheckCudaDevice(const std::vector<int32_t>& devices);
 
 // One rank on one GPU. F32 hidden states are rounded to BF16 on entry. Everything that can be wrong
 // is a Status before any launch: INVALID_ARGUMENT (geometry, limits, a device that does not exist),
-// NOT_FOUND (no device), FAILED_PRECONDITION (the device's architecture), RESOURCE_EXHAUSTED
-// (memory: says the largest max_tokens_per_rank that fits), UNIMPLEMENTED (more than one rank).
+// FAILED_PRECONDITION (no device, or not of the architecture), RESOURCE_EXHAUSTED (memory: says the
+// largest max_tokens_per_rank that fits), UNIMPLEMENTED (more than one rank).
 absl::StatusOr<std::unique_ptr<Backend>> MakeCudaBackend(const BackendOptions& options);
 
 namespace cuda {

@@ -241,6 +241,72 @@ TEST_P(CudaBackendTest, AbortedStepsAnswerWithTheReasonForGood) {
   EXPECT_EQ(status, absl::UnavailableError("the generation is over"));
 }
 
+TEST_P(CudaBackendTest, AbortEndsWhatRunsAndWhatIsStaged) {
+  const std::unique_ptr<Backend> backend = MakeLoaded();
+  ASSERT_NE(backend, nullptr);
+  const LayerSpec& spec = layers_[1].spec;
+  const HostBatch batch = testing::MakeRandomBatch(spec, 100, 4, Routing::kUniform, 8);
+  std::vector<std::future<absl::Status>> answers;
+  for (int i = 0; i < limits::kStepsInFlight; ++i) {
+    auto memory = backend->AcquireStep(absl::Now() + kPatience);
+    ASSERT_TRUE(memory.ok());
+    auto answer = std::make_shared<std::promise<absl::Status>>();
+    answers.push_back(answer->get_future());
+    ASSERT_TRUE(backend
+                    ->Submit(testing::FillStep(**memory, spec, batch, DType::kF32, DType::kF32),
+                             [answer](StepResult result) { answer->set_value(result.status); })
+                    .ok());
+  }
+  backend->AbortSteps(absl::UnavailableError("a rank is lost"));
+  for (std::future<absl::Status>& answer : answers) {
+    ASSERT_EQ(answer.wait_for(std::chrono::seconds(5)), std::future_status::ready);
+    const absl::Status status = answer.get();
+    EXPECT_TRUE(status.ok() || status == absl::UnavailableError("a rank is lost")) << status;
+  }
+}
+
+// Steps are told to stop at every moment of their life: each either answers right or not at all,
+// and the backend goes on afterwards.
+TEST_P(CudaBackendTest, AStepThatIsStoppedNeverAnswersAWrongNumber) {
+  const LayerSpec spec = {.layer = 0,
+                          .hidden_size = 2048,
+                          .intermediate_size = 1024,
+                          .num_experts = 16,
+                          .top_k = 6,
+                          .swiglu_limit = 10};
+  const HostLayer layer = testing::MakeRandomLayer(spec, 9);
+  const HostBatch batch = testing::MakeRandomBatch(spec, 256, 6, Routing::kUniform, 9);
+  std::vector<uint8_t> right;
+  int32_t stopped = 0;
+  for (const int64_t limit_us : {30'000'000, 50, 100, 150, 200, 250, 300, 400}) {
+    cuda::CudaBackendOptions options;
+    options.path = GetParam();
+    options.common.layers = {spec};
+    options.common.placement = std::make_shared<const Placement>(*Placement::Contiguous(16, 1));
+    options.common.max_tokens_per_rank = 256;
+    options.step_timeout = absl::Microseconds(limit_us);
+    auto backend = cuda::MakeCudaBackend(options);
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    const absl::Status loaded = testing::LoadLayers(absl::MakeConstSpan(&layer, 1),
+                                                    *options.common.placement, (*backend)->sink());
+    ASSERT_TRUE(loaded.ok()) << loaded;
+    for (int i = 0; i < 20; ++i) {
+      const auto answer = testing::RunStep(**backend, spec, batch);
+      if (!answer.ok()) {
+        EXPECT_FALSE(IsFatal(answer.status())) << answer.status();
+        ++stopped;
+        continue;
+      }
+      if (right.empty()) right = answer->bytes;
+      EXPECT_EQ(FirstDifference(answer->bytes, right), -1) << limit_us << " us";
+    }
+  }
+  // The plain kernels do not look at the stop word.
+  if (GetParam() == cuda::KernelPath::kFused) {
+    EXPECT_GT(stopped, 0);
+  }
+}
+
 TEST_P(CudaBackendTest, AWrongDeviceAndTooManyTokensAreRefusedBeforeAnyLaunch) {
   cuda::CudaBackendOptions wrong_device = options_;
   wrong_device.common.devices = {64};

@@ -15,7 +15,7 @@ from golden_requests import as_bytes, output_of, relative_l2, unpack  # noqa: E4
 
 GOLDEN_CASES = ("v4-mxfp4", "v4-nvfp4", "v4-nvfp4-pow2", "qwen3-nvfp4")
 BOUND = 0.005  # rel-L2 of BF16 activations, intermediates and outputs
-STARTING = 65  # exit_codes::kDataError
+USAGE, DATA_ERROR = 2, 65  # config/exit_codes.h
 
 
 def vectors(case, *path):
@@ -100,11 +100,12 @@ class GpuDaemonTest(harness.TestCase):
 
     def test_what_the_kernels_cannot_run_is_refused_at_start(self):
         narrow = self.checkpoint("--hidden", "96", "--intermediate", "64", "--experts", "2")
-        for flags, checkpoint, text in (((), narrow, "multiple of 64"),
-                                        (("--ranks", "2"), None, "one GPU"),
-                                        (("--devices", "63"), None, "does not exist")):
+        for flags, checkpoint, status, text in (
+                ((), narrow, DATA_ERROR, "multiple of 64"),
+                (("--ranks", "2"), None, USAGE, "one GPU"),
+                (("--devices", "63"), None, DATA_ERROR, "does not exist")):
             daemon = self.daemon(*flags, backend="cuda", checkpoint=checkpoint, ready=False)
-            self.assertEqual(STARTING, daemon.wait())
+            self.assertEqual(status, daemon.wait())
             self.assertIn(text, daemon.output()[1])
 
 
