@@ -209,8 +209,8 @@ void Engine::Complete(const StepResult& result) {
   launched_.pop_front();
   oldest_since_ = absl::Now();
   if (result.status.ok()) {
-    AnswerCalls(launched, result.timing);
     metrics_->StepDone(launched.filled.rows);
+    AnswerCalls(launched, result.timing);
     internal::v1::Done done;
     done.set_generation(launched.step.generation());
     done.set_step(launched.step.step());
