@@ -79,7 +79,7 @@ absl::StatusOr<KernelConfig> ChooseKernelConfig(const LayerShape& layer, int32_t
     config.token_tile -= 8;
   }
   config.num_stages = StagesThatFit(layer, config.token_tile);
-  config.num_ctas = num_sms;
+  config.num_ctas = std::min(num_sms, layout::kMaxCtas);
   config.shared_bytes = SharedBytes(layer, config.token_tile, config.num_stages);
   return config;
 }

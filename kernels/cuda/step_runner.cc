@@ -198,6 +198,7 @@ absl::Status StepRunner::LaunchFused(const MoeStep& step, const DeviceLayer& lay
   params.top_k = step.top_k;
   params.hidden = static_cast<int32_t>(layer.spec.hidden_size);
   params.intermediate = static_cast<int32_t>(layer.spec.intermediate_size);
+  params.num_experts = layer.spec.num_experts;
   params.num_slots = num_slots;
   params.slots_per_rank = num_slots;
   params.x = step_array<uint16_t>(layout_.hidden);

@@ -39,16 +39,19 @@ struct WorkspaceHead {
 // Byte offsets from the workspace's base; every region starts on 256 bytes.
 struct WorkspaceOffsets {
   int64_t head = 0;
-  int64_t routes = 0;         // [max_routes] u32: route (t * K + k) by slot, in route order
-  int64_t tile_of_route = 0;  // [max_routes] u32: token tile that computes it; kNoTile if masked
-  int64_t fc1_done = 0;       // [max_token_tiles][fc1_stride] u32: step in which that 64-row tile was written
-  int64_t fc2_done = 0;       // [max_token_tiles][fc2_stride] u32
-  int64_t h = 0;              // [max_routes][I] BF16, in the order of `routes`
-  int64_t y = 0;              // [max_routes][H] BF16, by route
+  int64_t routes = 0;    // [kMaxCtas][max_routes] u32: route (t * K + k) by slot, in route order
+  int64_t present = 0;   // [kMaxCtas][max_routes] u8: whether this rank computes the route
+  int64_t fc1_done = 0;  // [max_token_tiles][fc1_stride] u32: step in which that 64-row tile was written
+  int64_t fc2_done = 0;  // [max_token_tiles][fc2_stride] u32
+  int64_t h = 0;         // [max_routes][I] BF16, in the order of `routes`
+  int64_t y = 0;         // [max_routes][H] BF16, by route
   int64_t bytes = 0;
+  int64_t max_routes = 0;
 };
 
-inline constexpr uint32_t kNoTile = 0xffffffffu;
+// Every CTA sorts the routes for itself; a copy each, for 132 of them that write the same words slow each
+// other down by 20 us at 1500 routes.
+inline constexpr int kMaxCtas = 144;  // SMs of the largest Hopper part
 
 // 64-row tiles of one token tile, padded so that four flags are one 16-byte load.
 EXPERTD_HD constexpr int DoneStride(int rows) { return (rows / 64 + 3) / 4 * 4; }
@@ -59,13 +62,13 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
   const int64_t tiles = shape.max_token_tiles();
   int64_t end = 0;
   const int64_t sizes[] = {int64_t{sizeof(WorkspaceHead)},
-                           routes * 4,
-                           routes * 4,
+                           routes * 4 * kMaxCtas,
+                           routes * kMaxCtas,
                            tiles * DoneStride(2 * shape.intermediate) * 4,
                            tiles * DoneStride(shape.hidden) * 4,
                            routes * shape.intermediate * 2,
                            routes * shape.hidden * 2};
-  int64_t* const fields[] = {&offsets.head,     &offsets.routes,   &offsets.tile_of_route,
+  int64_t* const fields[] = {&offsets.head,     &offsets.routes,   &offsets.present,
                              &offsets.fc1_done, &offsets.fc2_done, &offsets.h,
                              &offsets.y};
   for (int i = 0; i < 7; ++i) {
@@ -73,6 +76,7 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
     end = (end + sizes[i] + 255) / 256 * 256;
   }
   offsets.bytes = end;
+  offsets.max_routes = routes;
   return offsets;
 }
 

@@ -71,8 +71,6 @@ __global__ void __launch_bounds__(kThreads, 1) moe_layer_kernel(const __grid_con
       WeightRole<kFormat>(params).run(first_tile);
       mark(params, kMarkLastTile);
     }
-    __syncwarp();
-    CombineRole{params, Waiter{params}, warp, lane}.run();
   } else {
     ptx::setmaxnreg_inc<kExpertRegisters>();
     ExpertRole<kFormat>{params, Waiter{params}, warp / 4, warp % 4, lane}.run();

@@ -19,7 +19,8 @@ MoeLayerParams Complete(MoeLayerParams params, layout::WeightFormat format,
   const layout::WorkspaceOffsets& offsets = params.workspace;
   params.local.head = reinterpret_cast<layout::WorkspaceHead*>(base + offsets.head);
   params.local.routes = reinterpret_cast<uint32_t*>(base + offsets.routes);
-  params.local.tile_of_route = reinterpret_cast<uint32_t*>(base + offsets.tile_of_route);
+  params.local.present = reinterpret_cast<uint8_t*>(base + offsets.present);
+  params.local.max_routes = offsets.max_routes;
   params.local.fc1_done = reinterpret_cast<uint32_t*>(base + offsets.fc1_done);
   params.local.fc2_done = reinterpret_cast<uint32_t*>(base + offsets.fc2_done);
   params.local.h = reinterpret_cast<uint16_t*>(base + offsets.h);

@@ -32,12 +32,13 @@ enum FaultCode : uint32_t {
 // The regions of this rank's workspace (layout::WorkspaceOffsets), as Launch finds them.
 struct LocalMemory {
   layout::WorkspaceHead* head = nullptr;
-  uint32_t* routes = nullptr;
-  uint32_t* tile_of_route = nullptr;
+  uint32_t* routes = nullptr;  // one copy a CTA
+  uint8_t* present = nullptr;
   uint32_t* fc1_done = nullptr;
   uint32_t* fc2_done = nullptr;
   uint16_t* h = nullptr;
   uint16_t* y = nullptr;
+  int64_t max_routes = 0;
   int32_t fc1_done_stride = 0;
   int32_t fc2_done_stride = 0;
 };

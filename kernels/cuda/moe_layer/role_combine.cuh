@@ -5,7 +5,7 @@
 #include "kernels/cuda/moe_layer/epilogue.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 
-// The weighted sum of each token's expert outputs, by all warps, after the tile list. When every tile of
+// The weighted sum of each token's expert outputs, by the warps that multiplied, after the tile list. When every tile of
 // FC2 is there, a warp takes runs of 256 columns of a token and adds the routes in their order in f32. The
 // split over warps does not change what is added to what, so the bits are fixed.
 namespace expertd::cuda::moe_layer {
@@ -26,7 +26,7 @@ struct CombineRole {
     const int quads = params.local.fc2_done_stride / 4;
     waiter.wait_for_step(kWaitFc2, blockIdx.x, [&] {
       uint32_t found = params.step;
-      for (int i = warp * 32 + lane; i < token_tiles * quads; i += kThreads) {
+      for (int i = warp * 32 + lane; i < token_tiles * quads; i += kExpertWarps * 32) {
         const uint4 flags = ptx::ld_relaxed_gpu_v4(params.local.fc2_done + 4 * i);
         const uint32_t words[4] = {flags.x, flags.y, flags.z, flags.w};
         const int first = 4 * (i % quads);
@@ -37,7 +37,7 @@ struct CombineRole {
       }
       return found;
     });
-    ptx::barrier_sync<kCombineBarrier>(kThreads);
+    ptx::barrier_sync<kCombineBarrier>(kExpertWarps * 32);
   }
 
   __device__ __forceinline__ static void add(float (&sum)[8], const uint4& row, float weight) {
@@ -88,7 +88,7 @@ struct CombineRole {
   __device__ __forceinline__ void run() const {
     const int slices = (params.hidden + kColumns - 1) / kColumns;
     const int items = params.num_tokens * slices;
-    const int warps = gridDim.x * kWarps;
+    const int warps = gridDim.x * kExpertWarps;
     const int run_length = (items + warps - 1) / warps;
     const int begin = (warp * gridDim.x + blockIdx.x) * run_length;
     const int end = min(begin + run_length, items);
@@ -101,7 +101,7 @@ struct CombineRole {
       if (token != known) {
         const int route = token * params.top_k + lane;
         const bool here =
-            lane < params.top_k && params.local.tile_of_route[route] != layout::kNoTile;
+            lane < params.top_k && present_routes(params)[route] != 0;
         weight = here ? params.weights[route] : 0.0f;
         present = __ballot_sync(0xffffffffu, here);
         known = token;

@@ -6,10 +6,10 @@
 #include "kernels/cuda/ptx/copy.cuh"
 #include "kernels/cuda/ptx/wgmma.cuh"
 
-// Two warpgroups multiply: warpgroup g takes the 64-row tiles g and g + 2 of each claimed tile, or what
-// there is of them. Weights go from the ring to registers, are expanded there and are wgmma's A operand;
-// tokens are its B operand in the ring. K is summed in one order whatever the tile, so a row's bits do not
-// depend on its neighbours.
+// Four warpgroups multiply: warpgroup g takes the g-th 64-row tile of each claimed tile, if there is one.
+// Weights go from the ring to registers, are expanded there and are wgmma's A operand; tokens are its B
+// operand in the ring. K is summed in one order whatever the tile, so a row's bits do not depend on its
+// neighbours.
 namespace expertd::cuda::moe_layer {
 
 template <layout::WeightFormat kFormat>
@@ -17,7 +17,7 @@ struct ExpertRole {
   static constexpr uint32_t kUnit = layout::UnitBytes(kFormat);
   static constexpr uint32_t kWeightStage = WeightStageBytes(kFormat);
   using Packed = PackedFragment<kFormat>;
-  using Accumulators = float[ptx::kRowTiles][ptx::kAccumulators];
+  using Accumulators = float[ptx::kAccumulators];
 
   const MoeLayerParams& params;
   Waiter waiter;
@@ -33,92 +33,94 @@ struct ExpertRole {
     ptx::fence_proxy_async_shared();
   }
 
-  // Both row tiles' shares of K unit `unit` of the stage; of the second one garbage if it is not there.
-  __device__ __forceinline__ void load(Packed (&packed)[ptx::kRowTiles], int unit) const {
+  __device__ __forceinline__ void load(Packed& packed, int unit) const {
     const uint32_t base = weight_stage(params, stage.index, kWeightStage) +
                           (unit * layout::kGroupTiles + group) * kUnit;
-    const uint32_t codes = base + (warp * 32 + lane) * 16;
-    const uint32_t scales = base + layout::ScaleWordOffset(kFormat, warp * 16 + lane / 4, 0);
-#pragma unroll
-    for (int i = 0; i < ptx::kRowTiles; ++i) {
-      packed[i].load(codes + i * kExpertWarpgroups * kUnit, scales + i * kExpertWarpgroups * kUnit);
-    }
+    packed.load(base + (warp * 32 + lane) * 16,
+                base + layout::ScaleWordOffset(kFormat, warp * 16 + lane / 4, 0));
   }
 
   __device__ __forceinline__ void release(int index) const {
     if (lane == 0) ptx::mbarrier_arrive(empty_barrier(index));
   }
 
-  template <int kHalf>
-  __device__ __forceinline__ static void dequantise(const Packed& packed,
-                                                    const ScaleFragment<kFormat>& scale,
-                                                    uint32_t (&a)[4][4]) {
-    dequantise_block<kFormat, 2 * kHalf>(packed, scale, a[0], a[1]);
-    dequantise_block<kFormat, 2 * kHalf + 1>(packed, scale, a[2], a[3]);
-  }
-
-  // acc += unit x tokens, in two groups of wgmma: one is in flight while the next is expanded.
-  // `tokens`: descriptor; `k64_step`: from one 128-byte column of the token tile to the next.
-  // `released`: ring index of the stage before, whose last group has ended after the first group here;
-  // or -1.
-  __device__ __forceinline__ void multiply(Accumulators& acc, const Packed (&packed)[ptx::kRowTiles],
-                                           uint32_t tokens, uint32_t k64_step, uint32_t variant,
-                                           bool both, int released) const {
-    // Two sets: the first is read by wgmma while the second is written.
-    uint32_t a[ptx::kRowTiles][4][4], b[ptx::kRowTiles][4][4];
-    const ScaleFragment<kFormat> first(packed[0]);
-    const ScaleFragment<kFormat> second(packed[1]);
-    dequantise<0>(packed[0], first, a[0]);
-    if (both) dequantise<0>(packed[1], second, a[1]);
-    ptx::wgmma_k64(acc, a, tokens, variant);
-    ptx::wgmma_wait<1>();
-    if (released >= 0) release(released);
-    dequantise<1>(packed[0], first, b[0]);
-    if (both) dequantise<1>(packed[1], second, b[1]);
-    ptx::wgmma_k64(acc, b, tokens + k64_step, variant);
-    ptx::wgmma_wait<1>();
-  }
-
-  __device__ __forceinline__ uint32_t token_descriptor() const {
-    const uint32_t address = token_stage(params, stage.index);
-    return __shfl_sync(0xffffffffu, address >> 4, 0) | ptx::kDescriptorLow;
-  }
-
-  // `row_tiles`: 1 or 2 of this warpgroup.
-  __device__ __forceinline__ void run_tile(const TileSlot& tile, int row_tiles, Accumulators& acc) {
+  // acc += K [32 kFirst, 32 (kFirst + 2)) of a unit x tokens: one group of wgmma, in flight while the next
+  // is expanded.
+  template <int kWidth, int kFirst>
+  __device__ __forceinline__ void multiply_half(Accumulators& acc, const Packed& packed,
+                                                const ScaleFragment<kFormat>& scale,
+                                                uint64_t tokens) const {
+    uint32_t a[4][4];
+    dequantise_block<kFormat, kFirst>(packed, scale, a[0], a[1]);
+    dequantise_block<kFormat, kFirst + 1>(packed, scale, a[2], a[3]);
+    ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < ptx::kAccumulators; ++i) acc[0][i] = acc[1][i] = 0.0f;
-    const uint32_t variant = __shfl_sync(0xffffffffu, ptx::wgmma_variant(tile.width, row_tiles), 0);
-    const uint32_t k64_step = __shfl_sync(0xffffffffu, tile.width * 8, 0);
-    const bool both = __shfl_sync(0xffffffffu, row_tiles, 0) == 2;
-    Packed first[ptx::kRowTiles], second[ptx::kRowTiles];
-    int previous = -1;
+    for (int step = 0; step < 4; ++step) ptx::wgmma<kWidth>(acc, a[step], tokens + step * 2);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+  }
+
+  // acc += unit x tokens.
+  template <int kWidth>
+  __device__ __forceinline__ void multiply(Accumulators& acc, const Packed& packed,
+                                           uint64_t tokens) const {
+    const ScaleFragment<kFormat> scale(packed);
+    multiply_half<kWidth, 0>(acc, packed, scale, tokens);
+    multiply_half<kWidth, 2>(acc, packed, scale, tokens + kWidth * 8);
+  }
+
+  __device__ __forceinline__ uint64_t token_descriptor() const {
+    const uint32_t address = token_stage(params, stage.index);
+    return ptx::kDescriptor | __shfl_sync(0xffffffffu, address >> 4, 0);
+  }
+
+  // One stage: `first` is unit 0, already in registers; leaves the next stage's unit 0 there. No group of
+  // wgmma is in flight at the end: where the code of all widths meets, the compiler would keep the A
+  // registers of each of them.
+  template <int kWidth>
+  __device__ __forceinline__ void run_stage(Accumulators& acc, Packed& first, bool is_last) {
+    const uint64_t tokens = token_descriptor();
+    const int current = stage.index;
+    Packed second;
+    load(second, 1);
+    multiply<kWidth>(acc, first, tokens);
+    stage.advance(params.num_stages);
+    if (!is_last) {
+      wait_stage();
+      load(first, 0);
+    }
+    multiply<kWidth>(acc, second, tokens + 2 * (kWidth * 8));
+    ptx::wgmma_wait<0>();
+    release(current);
+  }
+
+  __device__ __forceinline__ void run_tile(const TileSlot& tile, Accumulators& acc) {
+#pragma unroll
+    for (int i = 0; i < ptx::kAccumulators; ++i) acc[i] = 0.0f;
+    const int n_index = __shfl_sync(0xffffffffu, tile.width / 8 - 1, 0);
+    Packed first;
     int left = tile.num_stages;
     wait_stage();
     mark_first_tile();
     load(first, 0);
+    // The choice of N is inside the loop so that all N share one set of accumulators.
 #pragma unroll 1
     do {
-      const uint32_t tokens = token_descriptor();
-      const int current = stage.index;
-      load(second, 1);
-      multiply(acc, first, tokens, k64_step, variant, both, previous);
-      stage.advance(params.num_stages);
-      if (--left > 0) {
-        wait_stage();
-        load(first, 0);
+      const bool is_last = --left == 0;
+      switch (n_index) {
+        case 0: run_stage<8>(acc, first, is_last); break;
+        case 1: run_stage<16>(acc, first, is_last); break;
+        case 2: run_stage<24>(acc, first, is_last); break;
+        case 3: run_stage<32>(acc, first, is_last); break;
+        case 4: run_stage<40>(acc, first, is_last); break;
+        case 5: run_stage<48>(acc, first, is_last); break;
+        case 6: run_stage<56>(acc, first, is_last); break;
+        case 7: run_stage<64>(acc, first, is_last); break;
+        case 8: run_stage<72>(acc, first, is_last); break;
+        default: run_stage<80>(acc, first, is_last); break;
       }
-      multiply(acc, second, tokens + 2 * k64_step, k64_step, variant, both, -1);
-      previous = current;
     } while (left > 0);
-    ptx::wgmma_wait<0>();
-    release(previous);
-    store(tile, acc[0], tile.tile.first_row_tile + group);
-    if (both) store(tile, acc[1], tile.tile.first_row_tile + group + kExpertWarpgroups);
-  }
-
-  __device__ __forceinline__ void store(const TileSlot& tile, const float (&acc)[ptx::kAccumulators],
-                                        int row_tile) const {
+    const int row_tile = tile.tile.first_row_tile + group;
     if (tile.tile.phase == Phase::kFc1) {
       store_intermediate(params, tile, acc, row_tile, warp, ptx::lane_id());
     } else {
@@ -148,9 +150,8 @@ struct ExpertRole {
       waiter.wait(tile_full_barrier(slot.index), slot.phase);
       const TileSlot& tile = shared_state().tiles[slot.index];
       if (tile.rows < 0) break;
-      const int row_tiles = (tile.tile.num_row_tiles - group + 1) / kExpertWarpgroups;
-      if (row_tiles > 0) {
-        run_tile(tile, row_tiles, acc);
+      if (group < tile.tile.num_row_tiles) {
+        run_tile(tile, acc);
       } else {
         skip_tile(tile);
       }

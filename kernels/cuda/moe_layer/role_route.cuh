@@ -4,9 +4,8 @@
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
 
 // Routing, by all warps of every CTA for itself: a stable counting sort of the step's routes by expert
-// slot. Every CTA finds the same order, so no CTA waits for another. The sorted list goes to the
-// workspace, where all CTAs write the same words; the tables of a slot's first route and first token tile
-// stay in shared memory.
+// slot. Every CTA finds the same order, so no CTA waits for another. The sorted list goes to the CTA's copy
+// in the workspace; the tables of a slot's first route and first token tile stay in shared memory.
 namespace expertd::cuda::moe_layer {
 
 struct RouteSorter {
@@ -146,14 +145,9 @@ struct RouteSorter {
       if (slot >= 0) {
         const uint32_t first = route_begin(params)[slot];
         const uint32_t in_slot = mine[slot] + __popc(same & ((1u << lane) - 1u));
-        const int rows = TokenTileRows(static_cast<int>(route_begin(params)[slot + 1] - first),
-                                       params.token_tile);
-        params.local.routes[first + in_slot] = static_cast<uint32_t>(route);
-        params.local.tile_of_route[route] =
-            tile_begin(params)[slot] + in_slot / static_cast<uint32_t>(rows);
-      } else if (route < end) {
-        params.local.tile_of_route[route] = layout::kNoTile;
+        sorted_routes(params)[first + in_slot] = static_cast<uint32_t>(route);
       }
+      if (route < end) present_routes(params)[route] = slot >= 0;
       __syncwarp();
       if (slot >= 0 && lane == __ffs(same) - 1) mine[slot] += __popc(same);
       __syncwarp();

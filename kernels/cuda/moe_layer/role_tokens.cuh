@@ -35,7 +35,7 @@ struct TokenRole {
       const uint32_t position = tile.first_route + row;
       source[i] = 0;
       if (row >= tile.rows) continue;
-      const uint32_t route = params.local.routes[position];
+      const uint32_t route = sorted_routes(params)[position];
       const uint32_t token = route / static_cast<uint32_t>(params.top_k);
       source[i] = tile.tile.phase == Phase::kFc1 ? token : position;
       if (ahead == 0) tile.route[row] = route;

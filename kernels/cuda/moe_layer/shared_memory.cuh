@@ -80,6 +80,14 @@ __device__ __forceinline__ uint32_t* tile_begin(const MoeLayerParams& params) {
   return route_begin(params) + params.num_slots + 1;
 }
 
+// This CTA's copies, in the workspace: routes by slot; whether a route is computed here.
+__device__ __forceinline__ uint32_t* sorted_routes(const MoeLayerParams& params) {
+  return params.local.routes + blockIdx.x * params.local.max_routes;
+}
+__device__ __forceinline__ uint8_t* present_routes(const MoeLayerParams& params) {
+  return params.local.present + blockIdx.x * params.local.max_routes;
+}
+
 // Index in a ring and the parity of its current round.
 struct PipelineState {
   int index = 0;

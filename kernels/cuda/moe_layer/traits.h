@@ -7,25 +7,25 @@
 // The numbers that shape the kernel. Plain C++: kernel_config sizes a launch from them.
 namespace expertd::cuda::moe_layer {
 
-// Warp roles: 8 warps multiply (2 warpgroups, two 64-row tiles each), one streams weights, two gather
-// tokens, one announces results. All of them route at the start and combine at the end.
-inline constexpr int kExpertWarpgroups = 2;
+// Warp roles: 16 warps multiply (4 warpgroups, one 64-row tile each), one streams weights, two gather
+// tokens, one announces results. All of them route at the start; those that multiplied combine at the end.
+inline constexpr int kExpertWarpgroups = 4;
 inline constexpr int kExpertWarps = kExpertWarpgroups * 4;
 inline constexpr int kTokenWarps = 2;
 inline constexpr int kWarps = kExpertWarps + 1 + kTokenWarps + 1;
 inline constexpr int kThreads = kWarps * 32;
 
 // Registers a thread: what is allocated at launch is moved from the producers to the consumers.
-inline constexpr int kRegistersAtLaunch = 168;
-inline constexpr int kExpertRegisters = 216;
-inline constexpr int kProducerRegisters = 72;
+inline constexpr int kRegistersAtLaunch = 96;
+inline constexpr int kExpertRegisters = 112;
+inline constexpr int kProducerRegisters = 32;
 static_assert(kThreads * kRegistersAtLaunch <= 65536, "a CTA fits the register file");
 static_assert(kExpertRegisters * kExpertWarps + kProducerRegisters * (kWarps - kExpertWarps) <=
                   kRegistersAtLaunch * kWarps,
               "the increase waits for ever if it asks for more than the decrease gives");
 
 // Named barrier of the hardware (0 is __syncthreads).
-inline constexpr int kCombineBarrier = 1;  // all warps: the outputs are there
+inline constexpr int kCombineBarrier = 1;  // warps that combine: the outputs are there
 
 // A stage of the ring: 256 of K for up to 256 weight rows and the tokens of that K range.
 inline constexpr int kStageUnits = 2;

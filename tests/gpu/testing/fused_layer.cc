@@ -58,7 +58,7 @@ void FusedLayer::Launch(const DeviceBatch& batch, DType output) {
   params.top_k = step.top_k;
   params.hidden = static_cast<int32_t>(spec_.hidden_size);
   params.intermediate = static_cast<int32_t>(spec_.intermediate_size);
-  params.num_slots = params.slots_per_rank = spec_.num_experts;
+  params.num_experts = params.num_slots = params.slots_per_rank = spec_.num_experts;
   params.x = step.hidden;
   params.ids = step.ids;
   params.weights = step.weights;
