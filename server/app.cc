@@ -54,6 +54,12 @@ absl::StatusOr<std::unique_ptr<App>> App::Open(const ServerConfig& config,
   if (!checkpoint.ok()) return checkpoint.status();
   absl::StatusOr<Placement> placement = Place(config, checkpoint->layers().front().num_experts);
   if (!placement.ok()) return placement.status();
+  const int64_t hidden_size = checkpoint->layers().front().hidden_size;
+  if (MaxRequestTokens(1, hidden_size, config.max_inflight_bytes) < 1) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("max-inflight-bytes: found ", config.max_inflight_bytes,
+                     ", expected enough for one row of hidden size ", hidden_size));
+  }
   return std::unique_ptr<App>(new App(config, std::move(make_backend), *std::move(checkpoint),
                                       std::make_shared<const Placement>(*std::move(placement))));
 }
@@ -70,7 +76,7 @@ App::App(const ServerConfig& config, BackendFactory make_backend, Checkpoint che
   model_.layers = checkpoint_.layers();
   model_.max_tokens =
       MaxRequestTokens(int64_t{placement_->num_ranks()} * config_.max_tokens_per_rank,
-                       model_.layers.front().hidden_size);
+                       model_.layers.front().hidden_size, config_.max_inflight_bytes);
   health_.Set("", ToHealth(true));
   engine_ = std::make_unique<Engine>(ToEngineOptions(config_), &metrics_,
                                      [this](const absl::Status& status) {

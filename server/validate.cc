@@ -105,6 +105,11 @@ absl::Status CheckTensors(const v1::ForwardRequest& request, DType input_dtype) 
                      4);
 }
 
+// Of one row while its request is in flight: input and output elements, ids and weights.
+int64_t HeldTokenBytes(int64_t hidden_size, int64_t element_bytes, int64_t top_k) {
+  return hidden_size * element_bytes + top_k * 8;
+}
+
 RequestView MakeView(const v1::ForwardRequest& request, const BatchKey& key) {
   RequestView view;
   view.key = key;
@@ -123,11 +128,9 @@ RequestView MakeView(const v1::ForwardRequest& request, const BatchKey& key) {
   view.routing_weights = request.routing_weight_values_size() > 0
                              ? static_cast<const void*>(request.routing_weight_values().data())
                              : request.routing_weights().data();
-  const int64_t elements = int64_t{view.num_tokens} * view.hidden_size;
-  view.held_bytes =
-      elements *
-          (view.as_numbers ? 8 : DTypeBytes(key.input_dtype) + DTypeBytes(key.output_dtype)) +
-      int64_t{view.num_tokens} * view.top_k * 8;
+  const int64_t element_bytes =
+      view.as_numbers ? 8 : DTypeBytes(key.input_dtype) + DTypeBytes(key.output_dtype);
+  view.held_bytes = view.num_tokens * HeldTokenBytes(view.hidden_size, element_bytes, view.top_k);
   return view;
 }
 
@@ -151,9 +154,10 @@ std::string ServedModel::LayerList() const {
   return text;
 }
 
-int32_t MaxRequestTokens(int64_t wanted, int64_t hidden_size) {
-  return static_cast<int32_t>(
-      std::min(wanted, (limits::kMaxMessageBytes - kSmallFields) / TokenBytes(hidden_size)));
+int32_t MaxRequestTokens(int64_t wanted, int64_t hidden_size, int64_t max_inflight_bytes) {
+  const int64_t by_message = (limits::kMaxMessageBytes - kSmallFields) / TokenBytes(hidden_size);
+  const int64_t by_inflight = max_inflight_bytes / HeldTokenBytes(hidden_size, 8, limits::kMaxTopK);
+  return static_cast<int32_t>(std::min({wanted, by_message, by_inflight}));
 }
 
 int64_t MaxMessageBytes(const ServedModel& model) {

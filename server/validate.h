@@ -21,8 +21,9 @@ struct ServedModel {
   std::string LayerList() const;  // "0-3, 7"
 };
 
-// At most `wanted`, and so many that a message of F32 rows stays below limits::kMaxMessageBytes.
-int32_t MaxRequestTokens(int64_t wanted, int64_t hidden_size);
+// At most `wanted`, and so many that a message of F32 rows stays below limits::kMaxMessageBytes and
+// that one such request alone fits into max_inflight_bytes. 0: not even one row does.
+int32_t MaxRequestTokens(int64_t wanted, int64_t hidden_size, int64_t max_inflight_bytes);
 
 // The largest message that a valid request or its answer can be, with room for the small fields.
 int64_t MaxMessageBytes(const ServedModel& model);

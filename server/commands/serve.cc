@@ -49,7 +49,7 @@ int Serve(const ServerConfig& given) {
   ServerConfig config = given;
   config.backend = ResolveBackend(given);
   const absl::StatusOr<std::unique_ptr<App>> app = App::Open(config, BackendFor(config.backend));
-  if (!app.ok()) return Complain(app.status(), exit_codes::kDataError);
+  if (!app.ok()) return Complain(app.status(), App::ExitCode(app.status()));
   const absl::StatusOr<std::string> address = (*app)->Listen();
   if (!address.ok()) return Complain(address.status(), exit_codes::kOsError);
   SignalWatcher signals([&app] { (*app)->BeginDrain(); });

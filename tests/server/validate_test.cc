@@ -230,13 +230,26 @@ TEST(Validate, TheLargestValidMessageFitsTheCap) {
 }
 
 TEST(Validate, NoRequestMayBeTooLargeForProtobuf) {
-  const int32_t tokens = MaxRequestTokens(int64_t{8} * 65536, 7168);
+  const int32_t tokens = MaxRequestTokens(int64_t{8} * 65536, 7168, int64_t{1} << 40);
   EXPECT_LT(tokens, 8 * 65536);
   ServedModel model = TinyModel();
   model.layers[0].hidden_size = 7168;
   model.max_tokens = tokens;
   EXPECT_LE(MaxMessageBytes(model), limits::kMaxMessageBytes);
-  EXPECT_EQ(MaxRequestTokens(2048, 7168), 2048);
+  EXPECT_EQ(MaxRequestTokens(2048, 7168, limits::kMaxInflightBytes), 2048);
+}
+
+TEST(Validate, TheLargestRequestAloneFitsIntoTheInflightBytes) {
+  ServedModel model = TinyModel();
+  const int32_t hidden_size = static_cast<int32_t>(model.layers[0].hidden_size);
+  const int64_t inflight = 100'000;
+  model.max_tokens = MaxRequestTokens(1'000'000, hidden_size, inflight);
+  ASSERT_GT(model.max_tokens, 0);
+  const v1::ForwardRequest request = NumbersRequest(3, model.max_tokens, limits::kMaxTopK);
+  const auto view = Validate(request, model);
+  ASSERT_TRUE(view.ok()) << view.status();
+  EXPECT_LE(view->held_bytes, inflight);
+  EXPECT_EQ(MaxRequestTokens(1'000'000, hidden_size, 8), 0);
 }
 
 }  // namespace
