@@ -25,8 +25,9 @@ __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
 }
 
 // FC1: row g is gate and row g + 8 up of one column of the intermediate. h [route position][I].
+template <int kWidth>
 __device__ __forceinline__ void store_intermediate(const MoeLayerParams& params, const TileSlot& tile,
-                                                   const float (&acc)[ptx::kAccumulators], int row_tile,
+                                                   const float (&acc)[kWidth / 2], int row_tile,
                                                    int warp_in_group, int lane) {
   const float* factors =
       params.fc1_factors + (int64_t{tile.tile.slot} * (params.intermediate / 32) + row_tile) * 2;
@@ -37,8 +38,7 @@ __device__ __forceinline__ void store_intermediate(const MoeLayerParams& params,
   uint16_t* h = params.local.h +
                 int64_t{tile.first_route} * params.intermediate + column;
 #pragma unroll
-  for (int j = 0; j < ptx::kMaxN / 8; ++j) {
-    if (8 * j >= tile.width) break;
+  for (int j = 0; j < kWidth / 8; ++j) {
     const float first = swiglu(acc[4 * j] * gate_factor, acc[4 * j + 2] * up_factor, limit);
     const float second = swiglu(acc[4 * j + 1] * gate_factor, acc[4 * j + 3] * up_factor, limit);
     const uint32_t pair = ptx::movmatrix_trans(pack_bf16(first, second));
@@ -50,8 +50,9 @@ __device__ __forceinline__ void store_intermediate(const MoeLayerParams& params,
 }
 
 // FC2: y [route][H].
+template <int kWidth>
 __device__ __forceinline__ void store_output(const MoeLayerParams& params, const TileSlot& tile,
-                                             const float (&acc)[ptx::kAccumulators], int row_tile,
+                                             const float (&acc)[kWidth / 2], int row_tile,
                                              int warp_in_group, int lane) {
   const float* factors =
       params.fc2_factors + (int64_t{tile.tile.slot} * (params.hidden / 64) + row_tile) * 2;
@@ -59,8 +60,7 @@ __device__ __forceinline__ void store_output(const MoeLayerParams& params, const
   uint16_t* y = params.local.y + column;
   const float factor[2] = {factors[0], factors[1]};
 #pragma unroll
-  for (int j = 0; j < ptx::kMaxN / 8; ++j) {
-    if (8 * j >= tile.width) break;
+  for (int j = 0; j < kWidth / 8; ++j) {
     const int row = 8 * j + (lane >> 2);
     uint32_t pair[2];
 #pragma unroll

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/cuda/moe_layer/instantiations/instantiations.h"
 #include "kernels/cuda/moe_layer/role_announce.cuh"
 #include "kernels/cuda/moe_layer/role_combine.cuh"
 #include "kernels/cuda/moe_layer/role_expert.cuh"
@@ -42,7 +43,7 @@ __device__ __forceinline__ void mark(const MoeLayerParams& params, TimingMark wh
   }
 }
 
-template <layout::WeightFormat kFormat>
+template <layout::WeightFormat kFormat, int... kWidths>
 __global__ void __launch_bounds__(kThreads, 1) moe_layer_kernel(const __grid_constant__ MoeLayerParams
                                                                     params) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
@@ -68,12 +69,12 @@ __global__ void __launch_bounds__(kThreads, 1) moe_layer_kernel(const __grid_con
     } else if (warp > kExpertWarps) {
       TokenRole(params, warp - kExpertWarps - 1, lane).run();
     } else if (claims) {
-      WeightRole<kFormat>(params).run(first_tile);
+      WeightRole<kFormat, kWidths...>(params).run(first_tile);
       mark(params, kMarkLastTile);
     }
   } else {
     ptx::setmaxnreg_inc<kExpertRegisters>();
-    ExpertRole<kFormat>{params, Waiter{params}, warp / 4, warp % 4, lane}.run();
+    ExpertRole<kFormat, kWidths...>{params, Waiter{params}, warp / 4, warp % 4, lane}.run();
     if (threadIdx.x == 0) mark(params, kMarkCombine);
     CombineRole{params, Waiter{params}, warp, lane}.run();
     if (threadIdx.x == 0) {
@@ -81,6 +82,16 @@ __global__ void __launch_bounds__(kThreads, 1) moe_layer_kernel(const __grid_con
       if (gave_up_word() != kNoFault) give_up(params, gave_up_word(), 0, 0, 0);
     }
   }
+}
+
+// The compiled variants of a format: kVariantTokens.
+template <layout::WeightFormat kFormat>
+Kernel variant_kernel(int variant) {
+  static const Kernel kKernels[kNumVariants] = {
+      moe_layer_kernel<kFormat, 8, 16>,      moe_layer_kernel<kFormat, 8, 16, 24>,
+      moe_layer_kernel<kFormat, 16, 24, 32>, moe_layer_kernel<kFormat, 32, 40, 48>,
+      moe_layer_kernel<kFormat, 48, 56, 64>, moe_layer_kernel<kFormat, 64, 72, 80>};
+  return kKernels[variant];
 }
 
 }  // namespace expertd::cuda::moe_layer

@@ -6,10 +6,8 @@
 namespace expertd::cuda::moe_layer {
 namespace {
 
-using Kernel = void (*)(MoeLayerParams);
-
-Kernel KernelFor(layout::WeightFormat format) {
-  return format == layout::WeightFormat::kMx ? MxKernel() : NvKernel();
+Kernel KernelFor(layout::WeightFormat format, int variant) {
+  return format == layout::WeightFormat::kMx ? MxKernel(variant) : NvKernel(variant);
 }
 
 // The parts of the parameters that follow from the others.
@@ -39,9 +37,11 @@ MoeLayerParams Complete(MoeLayerParams params, layout::WeightFormat format,
 
 cudaError_t PrepareDevice() {
   for (const auto format : {layout::WeightFormat::kMx, layout::WeightFormat::kNv}) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        KernelFor(format), cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
-    if (error != cudaSuccess) return error;
+    for (int variant = 0; variant < kNumVariants; ++variant) {
+      const cudaError_t error = cudaFuncSetAttribute(
+          KernelFor(format, variant), cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
+      if (error != cudaSuccess) return error;
+    }
   }
   return cudaSuccess;
 }
@@ -58,7 +58,8 @@ cudaError_t Launch(layout::WeightFormat format, const KernelConfig& config,
   launch.stream = stream;
   launch.attrs = &cooperative;
   launch.numAttrs = 1;
-  return cudaLaunchKernelEx(&launch, KernelFor(format), Complete(params, format, config));
+  return cudaLaunchKernelEx(&launch, KernelFor(format, VariantFor(config.token_tile)),
+                            Complete(params, format, config));
 }
 
 }  // namespace expertd::cuda::moe_layer

@@ -12,12 +12,15 @@
 // neighbours.
 namespace expertd::cuda::moe_layer {
 
-template <layout::WeightFormat kFormat>
+template <layout::WeightFormat kFormat, int... kWidths>
 struct ExpertRole {
   static constexpr uint32_t kUnit = layout::UnitBytes(kFormat);
   static constexpr uint32_t kWeightStage = WeightStageBytes(kFormat);
   using Packed = PackedFragment<kFormat>;
-  using Accumulators = float[ptx::kAccumulators];
+  // Up to this width registers allow two blocks of K32 in a group of wgmma.
+  static constexpr int kWideGroupTokens = 40;
+  template <int kWidth>
+  using Accumulators = float[kWidth / 2];
 
   const MoeLayerParams& params;
   Waiter waiter;
@@ -44,29 +47,42 @@ struct ExpertRole {
     if (lane == 0) ptx::mbarrier_arrive(empty_barrier(index));
   }
 
-  // acc += K [32 kFirst, 32 (kFirst + 2)) of a unit x tokens: one group of wgmma, in flight while the next
-  // is expanded.
-  template <int kWidth, int kFirst>
-  __device__ __forceinline__ void multiply_half(Accumulators& acc, const Packed& packed,
-                                                const ScaleFragment<kFormat>& scale,
-                                                uint64_t tokens) const {
-    uint32_t a[4][4];
+  // acc += K [32 kFirst, 32 (kFirst + kBlocks)) of a unit x tokens: one group of wgmma, in flight while the
+  // next is expanded.
+  template <int kWidth, int kFirst, int kBlocks>
+  __device__ __forceinline__ void multiply_group(Accumulators<kWidth>& acc, const Packed& packed,
+                                                 const ScaleFragment<kFormat>& scale,
+                                                 uint64_t tokens) const {
+    uint32_t a[2 * kBlocks][4];
     dequantise_block<kFormat, kFirst>(packed, scale, a[0], a[1]);
-    dequantise_block<kFormat, kFirst + 1>(packed, scale, a[2], a[3]);
+    if constexpr (kBlocks == 2) dequantise_block<kFormat, kFirst + 1>(packed, scale, a[2], a[3]);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) ptx::wgmma<kWidth>(acc, a[step], tokens + step * 2);
+    for (int step = 0; step < 2 * kBlocks; ++step) {
+      const int k16 = 2 * kFirst + step;  // 64 of K lie kWidth rows of 128 bytes apart
+      ptx::wgmma<kWidth>(acc, a[step], tokens + k16 / 4 * (kWidth * 8) + k16 % 4 * 2);
+    }
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
   }
 
-  // acc += unit x tokens.
+  // acc += unit x tokens. `released`: ring index of the stage before, whose last group has ended after the
+  // first group here; or -1.
   template <int kWidth>
-  __device__ __forceinline__ void multiply(Accumulators& acc, const Packed& packed,
-                                           uint64_t tokens) const {
+  __device__ __forceinline__ void multiply(Accumulators<kWidth>& acc, const Packed& packed,
+                                           uint64_t tokens, int released) const {
     const ScaleFragment<kFormat> scale(packed);
-    multiply_half<kWidth, 0>(acc, packed, scale, tokens);
-    multiply_half<kWidth, 2>(acc, packed, scale, tokens + kWidth * 8);
+    if constexpr (kWidth <= kWideGroupTokens) {
+      multiply_group<kWidth, 0, 2>(acc, packed, scale, tokens);
+      if (released >= 0) release(released);
+      multiply_group<kWidth, 2, 2>(acc, packed, scale, tokens);
+    } else {
+      multiply_group<kWidth, 0, 1>(acc, packed, scale, tokens);
+      if (released >= 0) release(released);
+      multiply_group<kWidth, 1, 1>(acc, packed, scale, tokens);
+      multiply_group<kWidth, 2, 1>(acc, packed, scale, tokens);
+      multiply_group<kWidth, 3, 1>(acc, packed, scale, tokens);
+    }
   }
 
   __device__ __forceinline__ uint64_t token_descriptor() const {
@@ -74,57 +90,38 @@ struct ExpertRole {
     return ptx::kDescriptor | __shfl_sync(0xffffffffu, address >> 4, 0);
   }
 
-  // One stage: `first` is unit 0, already in registers; leaves the next stage's unit 0 there. No group of
-  // wgmma is in flight at the end: where the code of all widths meets, the compiler would keep the A
-  // registers of each of them.
   template <int kWidth>
-  __device__ __forceinline__ void run_stage(Accumulators& acc, Packed& first, bool is_last) {
-    const uint64_t tokens = token_descriptor();
-    const int current = stage.index;
-    Packed second;
-    load(second, 1);
-    multiply<kWidth>(acc, first, tokens);
-    stage.advance(params.num_stages);
-    if (!is_last) {
-      wait_stage();
-      load(first, 0);
-    }
-    multiply<kWidth>(acc, second, tokens + 2 * (kWidth * 8));
-    ptx::wgmma_wait<0>();
-    release(current);
-  }
-
-  __device__ __forceinline__ void run_tile(const TileSlot& tile, Accumulators& acc) {
+  __device__ __forceinline__ void run_tile(const TileSlot& tile) {
+    Accumulators<kWidth> acc;
 #pragma unroll
-    for (int i = 0; i < ptx::kAccumulators; ++i) acc[i] = 0.0f;
-    const int n_index = __shfl_sync(0xffffffffu, tile.width / 8 - 1, 0);
-    Packed first;
+    for (int i = 0; i < kWidth / 2; ++i) acc[i] = 0.0f;
+    Packed first, second;
+    int previous = -1;
     int left = tile.num_stages;
     wait_stage();
     mark_first_tile();
     load(first, 0);
-    // The choice of N is inside the loop so that all N share one set of accumulators.
 #pragma unroll 1
     do {
-      const bool is_last = --left == 0;
-      switch (n_index) {
-        case 0: run_stage<8>(acc, first, is_last); break;
-        case 1: run_stage<16>(acc, first, is_last); break;
-        case 2: run_stage<24>(acc, first, is_last); break;
-        case 3: run_stage<32>(acc, first, is_last); break;
-        case 4: run_stage<40>(acc, first, is_last); break;
-        case 5: run_stage<48>(acc, first, is_last); break;
-        case 6: run_stage<56>(acc, first, is_last); break;
-        case 7: run_stage<64>(acc, first, is_last); break;
-        case 8: run_stage<72>(acc, first, is_last); break;
-        default: run_stage<80>(acc, first, is_last); break;
+      const uint64_t tokens = token_descriptor();
+      const int current = stage.index;
+      load(second, 1);
+      multiply<kWidth>(acc, first, tokens, previous);
+      stage.advance(params.num_stages);
+      if (--left > 0) {
+        wait_stage();
+        load(first, 0);
       }
+      multiply<kWidth>(acc, second, tokens + 2 * (kWidth * 8), -1);
+      previous = current;
     } while (left > 0);
+    ptx::wgmma_wait<0>();
+    release(previous);
     const int row_tile = tile.tile.first_row_tile + group;
     if (tile.tile.phase == Phase::kFc1) {
-      store_intermediate(params, tile, acc, row_tile, warp, ptx::lane_id());
+      store_intermediate<kWidth>(params, tile, acc, row_tile, warp, ptx::lane_id());
     } else {
-      store_output(params, tile, acc, row_tile, warp, ptx::lane_id());
+      store_output<kWidth>(params, tile, acc, row_tile, warp, ptx::lane_id());
     }
   }
 
@@ -145,13 +142,13 @@ struct ExpertRole {
   }
 
   __device__ __forceinline__ void run() {
-    Accumulators acc = {};
     for (;;) {
       waiter.wait(tile_full_barrier(slot.index), slot.phase);
       const TileSlot& tile = shared_state().tiles[slot.index];
       if (tile.rows < 0) break;
       if (group < tile.tile.num_row_tiles) {
-        run_tile(tile, acc);
+        const int width = __shfl_sync(0xffffffffu, tile.width, 0);
+        (void)((width == kWidths && (run_tile<kWidths>(tile), true)) || ...);
       } else {
         skip_tile(tile);
       }

@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t open_step(const MoeLayerParams& params) {
   return claim(params);
 }
 
-template <layout::WeightFormat kFormat>
+template <layout::WeightFormat kFormat, int... kWidths>
 struct WeightRole {
   const MoeLayerParams& params;
   Waiter waiter;
@@ -51,13 +51,13 @@ struct WeightRole {
   __device__ __forceinline__ void describe(const Tile& tile, TileSlot& out) const {
     const uint32_t begin = route_begin(params)[tile.slot];
     const int routes = static_cast<int>(route_begin(params)[tile.slot + 1] - begin);
-    const int width = TokenTileRows(routes, params.token_tile);
+    const int pitch = TokenTileRows(routes, params.token_tile);
     const int k = tile.phase == Phase::kFc1 ? params.hidden : params.intermediate;
     out.tile = tile;
-    out.width = width;
-    out.rows = min(width, routes - tile.tile_in_slot * width);
+    out.rows = min(pitch, routes - tile.tile_in_slot * pitch);
+    out.width = RoundUp<kWidths...>(out.rows);
     out.num_stages = (k + kStageK - 1) / kStageK;
-    out.first_route = begin + tile.tile_in_slot * width;
+    out.first_route = begin + tile.tile_in_slot * pitch;
   }
 
   // One stage: K units 2 stage and, unless past the end, 2 stage + 1.

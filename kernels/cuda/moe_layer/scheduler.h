@@ -18,6 +18,15 @@ EXPERTD_HD constexpr int TokenTileRows(int routes, int cap) {
   return tiles == 0 ? 0 : ((routes + tiles - 1) / tiles + 7) / 8 * 8;
 }
 
+// The smallest of the ascending widths that holds `rows`; the last one if none does.
+template <int kFirst, int... kRest>
+EXPERTD_HD constexpr int RoundUp(int rows) {
+  if constexpr (sizeof...(kRest) > 0) {
+    if (rows > kFirst) return RoundUp<kRest...>(rows);
+  }
+  return kFirst;
+}
+
 enum class Phase : int32_t { kFc1 = 0, kFc2 = 1 };
 
 struct Tile {

@@ -33,6 +33,16 @@ inline constexpr int kStageK = kStageUnits * layout::kUnitK;
 inline constexpr int kTokenRowBytes = kStageK * 2;  // BF16
 inline constexpr int kMaxStages = 6;
 inline constexpr int kMaxTokenTile = 80;
+// A compiled variant has three token widths (N of the multiplication; the first has two) and serves
+// launches whose token_tile is at most its largest. More widths in one kernel cost the compiler the overlap
+// of multiplications with the expansion of the next weights.
+inline constexpr int kNumVariants = 6;
+inline constexpr int kVariantTokens[kNumVariants] = {16, 24, 32, 48, 64, kMaxTokenTile};
+constexpr int VariantFor(int token_tile) {
+  int variant = 0;
+  while (variant + 1 < kNumVariants && kVariantTokens[variant] < token_tile) ++variant;
+  return variant;
+}
 inline constexpr int kTileSlots = 3;  // tiles between the claiming warp and the last consumer
 inline constexpr int kStateBytes = 3072;  // barriers and tiles at the head of shared memory
 inline constexpr int kMaxSlots = 1024;  // expert slots of a rank: two tables of them lie in shared memory

@@ -22,12 +22,8 @@ __device__ __forceinline__ void wgmma_wait() {
 // A B descriptor is kDescriptor | address >> 4: rows of 128 bytes, groups of eight, 128-byte swizzle.
 inline constexpr uint64_t kDescriptor = uint64_t{64u | 1u << 30} << 32 | 1u << 16;
 
-inline constexpr int kMaxN = 80;
-inline constexpr int kAccumulators = kMaxN / 2;
-
-// D is the first N / 2 registers of d, so that one set of accumulators serves every N.
 template <int kN>
-__device__ __forceinline__ void wgmma(float (&d)[kAccumulators], const uint32_t (&a)[4], uint64_t b);
+__device__ __forceinline__ void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b);
 
 #define EXPERTD_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define EXPERTD_L8 "%0, %1, %2, %3"
@@ -53,7 +49,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kAccumulators], const uint32_t 
 // n: N; a0..a3, b: operand numbers behind the N / 2 accumulators.
 #define EXPERTD_WGMMA(n, a0, a1, a2, a3, b)                                                          \
   template <>                                                                                        \
-  __device__ __forceinline__ void wgmma<n>(float (&d)[kAccumulators], const uint32_t (&a)[4],        \
+  __device__ __forceinline__ void wgmma<n>(float (&d)[n / 2], const uint32_t (&a)[4],                \
                                            uint64_t descriptor) {                                    \
     asm volatile(                                                                                    \
         "{.reg .pred yes; setp.ne.b32 yes, 1, 0;"                                                    \

@@ -2,10 +2,12 @@
 
 #include "kernels/cuda/moe_layer/params.h"
 
-// One file each, so that they compile side by side.
+// One file a weight format, so that they compile side by side.
 namespace expertd::cuda::moe_layer {
 
-void (*MxKernel())(MoeLayerParams);
-void (*NvKernel())(MoeLayerParams);
+using Kernel = void (*)(MoeLayerParams);
+
+Kernel MxKernel(int variant);
+Kernel NvKernel(int variant);
 
 }  // namespace expertd::cuda::moe_layer

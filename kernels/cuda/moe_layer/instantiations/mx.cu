@@ -1,8 +1,7 @@
-#include "kernels/cuda/moe_layer/instantiations/instantiations.h"
 #include "kernels/cuda/moe_layer/kernel.cuh"
 
 namespace expertd::cuda::moe_layer {
 
-void (*MxKernel())(MoeLayerParams) { return moe_layer_kernel<layout::WeightFormat::kMx>; }
+Kernel MxKernel(int variant) { return variant_kernel<layout::WeightFormat::kMx>(variant); }
 
 }  // namespace expertd::cuda::moe_layer

@@ -1,8 +1,7 @@
-#include "kernels/cuda/moe_layer/instantiations/instantiations.h"
 #include "kernels/cuda/moe_layer/kernel.cuh"
 
 namespace expertd::cuda::moe_layer {
 
-void (*NvKernel())(MoeLayerParams) { return moe_layer_kernel<layout::WeightFormat::kNv>; }
+Kernel NvKernel(int variant) { return variant_kernel<layout::WeightFormat::kNv>(variant); }
 
 }  // namespace expertd::cuda::moe_layer
