@@ -15,17 +15,21 @@ using moe_layer::kMaxStages;
 using moe_layer::kMaxTokenTile;
 
 constexpr int kMultiple = 64;   // of H and I: a row tile, and K16 steps in whole 128-byte columns
-constexpr int kMinStages = 3;   // fewer lose a third of the bandwidth
+constexpr int kMinStages = 3;   // of either ring; fewer lose a third of the bandwidth
+constexpr int kGoodStages = 4;
 
-int SharedBytes(const LayerShape& layer, int token_tile, int stages) {
+int SharedBytes(const LayerShape& layer, int token_tile, int stages, int token_stages) {
   const int tables = 2 * (layer.num_slots + 1) * static_cast<int>(sizeof(uint32_t));
   return moe_layer::kStateBytes + tables +
-         stages * (moe_layer::WeightStageBytes(layer.format) + moe_layer::TokenStageBytes(token_tile));
+         stages * moe_layer::WeightStageBytes(layer.format) +
+         token_stages * moe_layer::TokenStageBytes(token_tile);
 }
 
-int StagesThatFit(const LayerShape& layer, int token_tile) {
+int StagesThatFit(const LayerShape& layer, int token_tile, int token_stages) {
   int stages = kMaxStages;
-  while (stages > 0 && SharedBytes(layer, token_tile, stages) > kMaxSharedBytes) --stages;
+  while (stages > 0 && SharedBytes(layer, token_tile, stages, token_stages) > kMaxSharedBytes) {
+    --stages;
+  }
   return stages;
 }
 
@@ -47,7 +51,7 @@ absl::Status CheckMultiple(const char* field, int64_t found) {
 }  // namespace
 
 std::string KernelConfig::ToString() const {
-  return absl::StrCat("token tile ", token_tile, ", ", num_stages, " stages, ", num_ctas, " CTAs, ",
+  return absl::StrCat("token tile ", token_tile, ", ", num_stages, " + ", num_token_stages, " stages, ", num_ctas, " CTAs, ",
                       shared_bytes, " bytes of shared memory");
 }
 
@@ -75,12 +79,15 @@ absl::StatusOr<KernelConfig> ChooseKernelConfig(const LayerShape& layer, int32_t
   const int busy = static_cast<int>(std::ceil(std::min(BusySlot(layer, tokens, top_k), 1e6)));
   KernelConfig config;
   config.token_tile = std::clamp((busy + 7) / 8 * 8, 8, kMaxTokenTile);
-  while (config.token_tile > 8 && StagesThatFit(layer, config.token_tile) < kMinStages) {
+  while (config.token_tile > 8 &&
+         StagesThatFit(layer, config.token_tile, kMinStages) < kMinStages) {
     config.token_tile -= 8;
   }
-  config.num_stages = StagesThatFit(layer, config.token_tile);
+  config.num_token_stages =
+      StagesThatFit(layer, config.token_tile, kGoodStages) >= kGoodStages ? kGoodStages : kMinStages;
+  config.num_stages = StagesThatFit(layer, config.token_tile, config.num_token_stages);
   config.num_ctas = std::min(num_sms, layout::kMaxCtas);
-  config.shared_bytes = SharedBytes(layer, config.token_tile, config.num_stages);
+  config.shared_bytes = SharedBytes(layer, config.token_tile, config.num_stages, config.num_token_stages);
   return config;
 }
 

@@ -18,8 +18,10 @@ namespace expertd::cuda::moe_layer {
 __device__ __forceinline__ void init_barriers() {
   SharedState* state = &shared_state();
   for (int i = 0; i < kMaxStages; ++i) {
-    ptx::mbarrier_init(ptx::shared_address(&state->full[i]), kFullArrivals);
+    ptx::mbarrier_init(ptx::shared_address(&state->full[i]), 1);
     ptx::mbarrier_init(ptx::shared_address(&state->empty[i]), kExpertWarps);
+    ptx::mbarrier_init(ptx::shared_address(&state->token_full[i]), kTokenArrivals);
+    ptx::mbarrier_init(ptx::shared_address(&state->token_empty[i]), kExpertWarps);
   }
   for (int i = 0; i < kTileSlots; ++i) {
     ptx::mbarrier_init(ptx::shared_address(&state->tile_full[i]), 1);
@@ -49,12 +51,11 @@ __global__ void __launch_bounds__(kThreads, 1) moe_layer_kernel(const __grid_con
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
   const int lane = threadIdx.x & 31;
   const bool claims = warp == kExpertWarps && lane == 0;
-  uint32_t first_tile = 0;
   if (threadIdx.x == 0) {
     mark(params, kMarkStart);
     init_barriers();
   }
-  if (claims) first_tile = open_step(params);
+  if (claims) open_step(params);
   sort_routes(params, warp, lane);
   const bool odd = ((params.hidden + 127) / 128 | (params.intermediate + 127) / 128) & 1;
   if (odd) clear_weights(shared_memory + params.weights_offset, params.tables_offset - params.weights_offset);
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 1) moe_layer_kernel(const __grid_con
     } else if (warp > kExpertWarps) {
       TokenRole(params, warp - kExpertWarps - 1, lane).run();
     } else if (claims) {
-      WeightRole<kFormat, kWidths...>(params).run(first_tile);
+      WeightRole<kFormat, kWidths...>(params).run(blockIdx.x);
       mark(params, kMarkLastTile);
     }
   } else {

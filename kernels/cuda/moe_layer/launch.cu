@@ -27,8 +27,9 @@ MoeLayerParams Complete(MoeLayerParams params, layout::WeightFormat format,
   params.local.fc2_done_stride = layout::DoneStride(params.hidden);
   params.token_tile = config.token_tile;
   params.num_stages = config.num_stages;
+  params.num_token_stages = config.num_token_stages;
   params.token_stage_bytes = TokenStageBytes(config.token_tile);
-  params.weights_offset = kStateBytes + config.num_stages * params.token_stage_bytes;
+  params.weights_offset = kStateBytes + config.num_token_stages * params.token_stage_bytes;
   params.tables_offset = params.weights_offset + config.num_stages * WeightStageBytes(format);
   return params;
 }

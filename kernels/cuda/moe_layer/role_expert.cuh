@@ -27,24 +27,32 @@ struct ExpertRole {
   int group;  // warpgroup
   int warp;   // in the warpgroup
   int lane;
-  PipelineState stage;
+  PipelineState stage;        // weight ring
+  PipelineState token_stage;  // token ring
   PipelineState slot;
 
-  // The tokens were written by ordinary copies and are read by wgmma: hence the fence.
-  __device__ __forceinline__ void wait_stage() const {
+  __device__ __forceinline__ void wait_weights() const {
     waiter.wait(full_barrier(stage.index), stage.phase);
+  }
+  // The tokens were written by ordinary copies and are read by wgmma: hence the fence.
+  __device__ __forceinline__ void wait_tokens() const {
+    waiter.wait(token_full_barrier(token_stage.index), token_stage.phase);
     ptx::fence_proxy_async_shared();
   }
 
   __device__ __forceinline__ void load(Packed& packed, int unit) const {
-    const uint32_t base = weight_stage(params, stage.index, kWeightStage) +
+    const uint32_t base = weight_stage_address(params, stage.index, kWeightStage) +
                           (unit * layout::kGroupTiles + group) * kUnit;
     packed.load(base + (warp * 32 + lane) * 16,
                 base + layout::ScaleWordOffset(kFormat, warp * 16 + lane / 4, 0));
   }
 
-  __device__ __forceinline__ void release(int index) const {
-    if (lane == 0) ptx::mbarrier_arrive(empty_barrier(index));
+  __device__ __forceinline__ void release_weights() {
+    if (lane == 0) ptx::mbarrier_arrive(empty_barrier(stage.index));
+    stage.advance(params.num_stages);
+  }
+  __device__ __forceinline__ void release_tokens(int index) const {
+    if (lane == 0) ptx::mbarrier_arrive(token_empty_barrier(index));
   }
 
   // acc += K [32 kFirst, 32 (kFirst + kBlocks)) of a unit x tokens: one group of wgmma, in flight while the
@@ -66,7 +74,7 @@ struct ExpertRole {
     ptx::wgmma_wait<1>();
   }
 
-  // acc += unit x tokens. `released`: ring index of the stage before, whose last group has ended after the
+  // acc += unit x tokens. `released`: token stage before this one, whose last group has ended after the
   // first group here; or -1.
   template <int kWidth>
   __device__ __forceinline__ void multiply(Accumulators<kWidth>& acc, const Packed& packed,
@@ -74,11 +82,11 @@ struct ExpertRole {
     const ScaleFragment<kFormat> scale(packed);
     if constexpr (kWidth <= kWideGroupTokens) {
       multiply_group<kWidth, 0, 2>(acc, packed, scale, tokens);
-      if (released >= 0) release(released);
+      if (released >= 0) release_tokens(released);
       multiply_group<kWidth, 2, 2>(acc, packed, scale, tokens);
     } else {
       multiply_group<kWidth, 0, 1>(acc, packed, scale, tokens);
-      if (released >= 0) release(released);
+      if (released >= 0) release_tokens(released);
       multiply_group<kWidth, 1, 1>(acc, packed, scale, tokens);
       multiply_group<kWidth, 2, 1>(acc, packed, scale, tokens);
       multiply_group<kWidth, 3, 1>(acc, packed, scale, tokens);
@@ -86,7 +94,7 @@ struct ExpertRole {
   }
 
   __device__ __forceinline__ uint64_t token_descriptor() const {
-    const uint32_t address = token_stage(params, stage.index);
+    const uint32_t address = token_stage_address(params, token_stage.index);
     return ptx::kDescriptor | __shfl_sync(0xffffffffu, address >> 4, 0);
   }
 
@@ -98,25 +106,26 @@ struct ExpertRole {
     Packed first, second;
     int previous = -1;
     int left = tile.num_stages;
-    wait_stage();
-    mark_first_tile();
+    wait_weights();
     load(first, 0);
 #pragma unroll 1
     do {
-      const uint64_t tokens = token_descriptor();
-      const int current = stage.index;
       load(second, 1);
+      wait_tokens();
+      const uint64_t tokens = token_descriptor();
+      const int current = token_stage.index;
+      token_stage.advance(params.num_token_stages);
       multiply<kWidth>(acc, first, tokens, previous);
-      stage.advance(params.num_stages);
+      release_weights();  // all of the stage is in registers
       if (--left > 0) {
-        wait_stage();
+        wait_weights();
         load(first, 0);
       }
       multiply<kWidth>(acc, second, tokens + 2 * (kWidth * 8), -1);
       previous = current;
     } while (left > 0);
     ptx::wgmma_wait<0>();
-    release(previous);
+    release_tokens(previous);
     const int row_tile = tile.tile.first_row_tile + group;
     if (tile.tile.phase == Phase::kFc1) {
       store_intermediate<kWidth>(params, tile, acc, row_tile, warp, ptx::lane_id());
@@ -125,19 +134,14 @@ struct ExpertRole {
     }
   }
 
-  __device__ __forceinline__ void mark_first_tile() const {
-    if constexpr (kRecordTiming) {
-      uint64_t* mark = params.timing ? params.timing + blockIdx.x * kTimingMarks + kMarkFirstTile : nullptr;
-      if (threadIdx.x == 0 && mark && *mark == 0) *mark = ptx::globaltimer_ns();
-    }
-  }
-
   // A tile that is too low for this warpgroup leaves it idle.
   __device__ __forceinline__ void skip_tile(const TileSlot& tile) {
     for (int i = 0; i < tile.num_stages; ++i) {
-      wait_stage();
-      release(stage.index);
-      stage.advance(params.num_stages);
+      wait_weights();
+      release_weights();
+      waiter.wait(token_full_barrier(token_stage.index), token_stage.phase);
+      release_tokens(token_stage.index);
+      token_stage.advance(params.num_token_stages);
     }
   }
 

@@ -57,11 +57,13 @@ struct RouteSorter {
     return min(warp * chunk, routes);
   }
 
-  // Looks routes up in parallel, as many as there is room for.
-  __device__ __forceinline__ void fill_cache(int thread) const {
+  // Looks routes up in parallel, as many as there is room for. `expert`: of route `thread`, loaded while the
+  // table was.
+  __device__ __forceinline__ void fill_cache(int thread, int expert) const {
     const int routes = min(params.num_tokens * params.top_k, cached);
+    if (thread < routes) cache[thread] = static_cast<int16_t>(slot_of(thread, expert));
 #pragma unroll 4
-    for (int route = thread; route < routes; route += kThreads) {
+    for (int route = thread + kThreads; route < routes; route += kThreads) {
       cache[route] = static_cast<int16_t>(slot_of(route, params.ids[route]));
     }
   }
@@ -156,9 +158,11 @@ struct RouteSorter {
 
   // All threads of the CTA; ends with a barrier.
   __device__ __forceinline__ void sort(int warp, int lane) const {
-    fill_table(warp * 32 + lane);
+    const int thread = warp * 32 + lane;
+    const int expert = thread < params.num_tokens * params.top_k ? params.ids[thread] : -1;
+    fill_table(thread);
     __syncthreads();
-    fill_cache(warp * 32 + lane);
+    fill_cache(thread, expert);
     __syncthreads();
     count(warp, lane);
     __syncthreads();

@@ -60,7 +60,7 @@ struct TokenRole {
                                              const uint32_t (&source)[kLaneRows], int k,
                                              int k_end) const {
     const int chunk = lane & 7;
-    const uint32_t target = token_stage(params, stage.index);
+    const uint32_t target = token_stage_address(params, stage.index);
     const uint32_t block_bytes = tile.width * 128;
     const bool tail = k + kStageK > k_end;
 #pragma unroll
@@ -90,14 +90,14 @@ struct TokenRole {
       const int k_end = is_fc1 ? params.hidden : params.intermediate;
       const void* base = is_fc1 ? params.x : params.local.h;
       for (; ahead < num_stages; ahead += kTokenWarps) {
-        waiter.wait(empty_barrier(stage.index), stage.phase ^ 1u);
+        waiter.wait(token_empty_barrier(stage.index), stage.phase ^ 1u);
         __syncwarp();
         copy_stage(tile, static_cast<const char*>(base), int64_t{2} * k_end, source, ahead * kStageK,
                    k_end);
         __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(full_barrier(stage.index));
-        ptx::cp_async_arrive(full_barrier(stage.index));
-        stage.advance(params.num_stages, kTokenWarps);
+        if (lane == 0) ptx::mbarrier_arrive(token_full_barrier(stage.index));
+        ptx::cp_async_arrive(token_full_barrier(stage.index));
+        stage.advance(params.num_token_stages, kTokenWarps);
       }
     }
     ahead -= num_stages;

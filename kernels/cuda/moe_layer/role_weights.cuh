@@ -11,15 +11,14 @@ __device__ __forceinline__ unsigned long long* claim_counter(const MoeLayerParam
   return reinterpret_cast<unsigned long long*>(&params.local.head->claim);
 }
 
-// The next tile of the list.
-__device__ __forceinline__ uint32_t claim(const MoeLayerParams& params) {
-  return static_cast<uint32_t>(atomicAdd(claim_counter(params), 1ull));
+// Moves the counter to this step, whoever comes first.
+__device__ __forceinline__ void open_step(const MoeLayerParams& params) {
+  atomicMax(claim_counter(params), static_cast<unsigned long long>(params.step) << 32);
 }
 
-// Moves the counter to this step, whoever comes first, and claims this CTA's first tile.
-__device__ __forceinline__ uint32_t open_step(const MoeLayerParams& params) {
-  atomicMax(claim_counter(params), static_cast<unsigned long long>(params.step) << 32);
-  return claim(params);
+// The next tile of the list. The first ones are given: CTA c starts with tile c.
+__device__ __forceinline__ uint32_t claim(const MoeLayerParams& params) {
+  return gridDim.x + static_cast<uint32_t>(atomicAdd(claim_counter(params), 1ull));
 }
 
 template <layout::WeightFormat kFormat, int... kWidths>
@@ -74,7 +73,7 @@ struct WeightRole {
     for (int unit = 0; unit < units; unit += kStageUnits) {
       waiter.wait(empty_barrier(stage.index), stage.phase ^ 1u);
       const uint32_t full = full_barrier(stage.index);
-      const uint32_t target = weight_stage(params, stage.index, WeightStageBytes(kFormat));
+      const uint32_t target = weight_stage_address(params, stage.index, WeightStageBytes(kFormat));
       const bool both = unit + 1 < units;
       ptx::mbarrier_arrive_expect_tx(full, both ? 2 * bytes : bytes);
       if (both && bytes == layout::kGroupTiles * kUnit) {

@@ -9,9 +9,9 @@
 
 // Shared memory of a CTA:
 //   [SharedState, padded to kStateBytes]
-//   [ring: tokens, num_stages x token_tile rows][ring: weights, num_stages x weight stage]
+//   [ring: tokens, num_token_stages x token_tile rows][ring: weights, num_stages x weight stage]
 //   [route_begin, slots + 1][tile_begin, slots + 1]
-// While routes are sorted the ring holds their counts. Everything before the tables has an address that
+// While routes are sorted the rings hold their counts. Everything before the tables has an address that
 // is a constant or comes from the parameters: roles keep no pointers in registers.
 namespace expertd::cuda::moe_layer {
 
@@ -25,12 +25,14 @@ struct TileSlot {
   uint32_t route[kMaxTokenTile];  // t * K + k by row; written before the first stage is announced
 };
 
-// The weights' expectation; a token warp's lanes by their copies, and lane 0 for what it wrote itself.
-inline constexpr int kFullArrivals = 1 + 32 + 1;
+// A token warp's lanes by their copies, and lane 0 for what it wrote itself.
+inline constexpr int kTokenArrivals = 32 + 1;
 
 struct SharedState {
-  uint64_t full[kMaxStages];        // stage loaded: weights' bytes, the tokens' copies: kFullArrivals
-  uint64_t empty[kMaxStages];       // stage consumed: kExpertWarps arrivals
+  uint64_t full[kMaxStages];         // weights loaded: 1 arrival and the bytes
+  uint64_t empty[kMaxStages];        // weights in registers: kExpertWarps arrivals
+  uint64_t token_full[kMaxStages];   // tokens loaded: kTokenArrivals
+  uint64_t token_empty[kMaxStages];  // tokens multiplied: kExpertWarps arrivals
   uint64_t tile_full[kTileSlots];   // tile claimed: 1 arrival
   uint64_t tile_done[kTileSlots];   // results stored: kExpertWarps arrivals
   uint64_t tile_empty[kTileSlots];  // slot free: kTokenWarps arrivals + 1 of the announcing warp
@@ -53,6 +55,12 @@ __device__ __forceinline__ uint32_t full_barrier(int stage) {
 __device__ __forceinline__ uint32_t empty_barrier(int stage) {
   return ptx::shared_address(shared_state().empty) + stage * 8;
 }
+__device__ __forceinline__ uint32_t token_full_barrier(int stage) {
+  return ptx::shared_address(shared_state().token_full) + stage * 8;
+}
+__device__ __forceinline__ uint32_t token_empty_barrier(int stage) {
+  return ptx::shared_address(shared_state().token_empty) + stage * 8;
+}
 __device__ __forceinline__ uint32_t tile_full_barrier(int slot) {
   return ptx::shared_address(shared_state().tile_full) + slot * 8;
 }
@@ -64,10 +72,10 @@ __device__ __forceinline__ uint32_t tile_empty_barrier(int slot) {
 }
 
 // Ring memory, as shared addresses.
-__device__ __forceinline__ uint32_t token_stage(const MoeLayerParams& params, int stage) {
+__device__ __forceinline__ uint32_t token_stage_address(const MoeLayerParams& params, int stage) {
   return ptx::shared_address(shared_memory) + kStateBytes + stage * params.token_stage_bytes;
 }
-__device__ __forceinline__ uint32_t weight_stage(const MoeLayerParams& params, int stage,
+__device__ __forceinline__ uint32_t weight_stage_address(const MoeLayerParams& params, int stage,
                                                  uint32_t stage_bytes) {
   return ptx::shared_address(shared_memory) + params.weights_offset + stage * stage_bytes;
 }

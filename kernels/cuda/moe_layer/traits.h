@@ -27,7 +27,7 @@ static_assert(kExpertRegisters * kExpertWarps + kProducerRegisters * (kWarps - k
 // Named barrier of the hardware (0 is __syncthreads).
 inline constexpr int kCombineBarrier = 1;  // warps that combine: the outputs are there
 
-// A stage of the ring: 256 of K for up to 256 weight rows and the tokens of that K range.
+// A stage of the two rings: 256 of K, for up to 256 weight rows and for the tokens of a tile.
 inline constexpr int kStageUnits = 2;
 inline constexpr int kStageK = kStageUnits * layout::kUnitK;
 inline constexpr int kTokenRowBytes = kStageK * 2;  // BF16
@@ -53,7 +53,7 @@ constexpr int WeightStageBytes(layout::WeightFormat format) {
 constexpr int TokenStageBytes(int token_tile) { return token_tile * kTokenRowBytes; }
 
 // Times that a CTA notes down when the kernel is built with EXPERTD_MOE_TIMING.
-enum TimingMark { kMarkStart, kMarkRouted, kMarkFirstTile, kMarkLastTile, kMarkCombine, kMarkEnd };
+enum TimingMark { kMarkStart, kMarkRouted, kMarkLastTile, kMarkCombine, kMarkEnd };
 inline constexpr int kTimingMarks = 8;
 #ifdef EXPERTD_MOE_TIMING
 inline constexpr bool kRecordTiming = true;
