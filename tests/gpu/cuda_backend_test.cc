@@ -268,22 +268,19 @@ TEST_P(CudaBackendTest, AbortEndsWhatRunsAndWhatIsStaged) {
 // Steps are told to stop at every moment of their life: each either answers right or not at all,
 // and the backend goes on afterwards.
 TEST_P(CudaBackendTest, AStepThatIsStoppedNeverAnswersAWrongNumber) {
-  const LayerSpec spec = {.layer = 0,
-                          .hidden_size = 2048,
-                          .intermediate_size = 1024,
-                          .num_experts = 16,
-                          .top_k = 6,
-                          .swiglu_limit = 10};
+  // One long FC1 tile that every FC2 tile waits for: waits that look at the stop word.
+  const LayerSpec spec = {
+      .layer = 0, .hidden_size = 32768, .intermediate_size = 64, .num_experts = 1, .top_k = 1};
   const HostLayer layer = testing::MakeRandomLayer(spec, 9);
-  const HostBatch batch = testing::MakeRandomBatch(spec, 256, 6, Routing::kUniform, 9);
+  const HostBatch batch = testing::MakeRandomBatch(spec, 64, 1, Routing::kOneExpert, 9);
   std::vector<uint8_t> right;
   int32_t stopped = 0;
-  for (const int64_t limit_us : {30'000'000, 50, 100, 150, 200, 250, 300, 400}) {
+  for (const int64_t limit_us : {30'000'000, 100, 200, 300, 400, 500, 600, 800}) {
     cuda::CudaBackendOptions options;
     options.path = GetParam();
     options.common.layers = {spec};
-    options.common.placement = std::make_shared<const Placement>(*Placement::Contiguous(16, 1));
-    options.common.max_tokens_per_rank = 256;
+    options.common.placement = std::make_shared<const Placement>(*Placement::Contiguous(1, 1));
+    options.common.max_tokens_per_rank = 64;
     options.step_timeout = absl::Microseconds(limit_us);
     auto backend = cuda::MakeCudaBackend(options);
     ASSERT_TRUE(backend.ok()) << backend.status();

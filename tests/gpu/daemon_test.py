@@ -110,15 +110,7 @@ class GpuDaemonTest(harness.TestCase):
 
 
 def setUpModule():
-    """Ends the script as skipped if there is no device."""
-    daemon = harness.Daemon(backend="cuda", ready=False)
-    status, _, _ = harness.run("call", daemon.address, "--health", "--wait", "60s")
-    if status != 0:
-        error = daemon.output()[1]
-        daemon.stop()
-        print(f"SKIPPED: no GPU: {error.strip()}")  # never a missing tool: not skip_script
-        sys.exit(harness.SKIPPED)
-    daemon.stop()
+    harness.skip_without_gpu()
 
 
 if __name__ == "__main__":

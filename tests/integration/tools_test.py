@@ -13,7 +13,7 @@ NOBODY = "127.0.0.1:1"  # a port that no test listens on
 class ToolTest(harness.TestCase):
     @classmethod
     def setUpClass(cls):
-        cls.server = harness.Daemon("--ranks", "2", "--model-name", "golden")
+        cls.server = harness.Daemon("--ranks", harness.RANKS, "--model-name", "golden")
 
     @classmethod
     def tearDownClass(cls):
@@ -39,7 +39,7 @@ class CallTest(ToolTest):
 
     def test_info_layers_and_progress_for_people(self):
         out, _ = self.call("--info")
-        for part in ("serving", "golden", "cpu", "2 ranks"):
+        for part in ("serving", "golden", harness.BACKEND, f"{harness.RANKS} ranks"):
             self.assertIn(part, out)
         self.assertEqual(3, len(self.call("--layers")[0].splitlines()))
         self.assertRegex(self.call("--progress")[0], r"^serving: ")

@@ -34,11 +34,7 @@ FusedLayer::FusedLayer(const HostLayer& layer, int32_t max_tokens, int32_t max_t
       workspace_(static_cast<size_t>(layout::PlanWorkspace(shape_).bytes), 0),
       plain_workspace_(
           cuda::UnfusedWorkspaceBytes(layer.spec, layer.spec.num_experts, max_tokens, max_top_k)) {
-  const layout::WorkspaceOffsets offsets = layout::PlanWorkspace(shape_);
-  // Counters and flags start at zero, data as NaN.
-  EXPECT_EQ(cudaMemset(workspace_.data() + offsets.h, 0xff,
-                       static_cast<size_t>(offsets.bytes - offsets.h)),
-            cudaSuccess);
+  ClearWorkspace();
   EXPECT_EQ(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, 0), cudaSuccess);
   EXPECT_EQ(cuda::moe_layer::PrepareDevice(), cudaSuccess);
   auto control = cuda::MemoryBlock::Allocate(cuda::MemoryKind::kPinned, sizeof(Control));
@@ -48,6 +44,16 @@ FusedLayer::FusedLayer(const HostLayer& layer, int32_t max_tokens, int32_t max_t
   }
   control_ = *std::move(control);
   std::memset(control_.data(), 0, sizeof(Control));
+}
+
+// Counters and flags are zero, data is NaN.
+void FusedLayer::ClearWorkspace() {
+  const layout::WorkspaceOffsets offsets = layout::PlanWorkspace(shape_);
+  workspace_.Poison(0);
+  EXPECT_EQ(cudaMemset(workspace_.data() + offsets.h, 0xff,
+                       static_cast<size_t>(offsets.bytes - offsets.h)),
+            cudaSuccess);
+  step_ = 0;
 }
 
 void FusedLayer::Launch(const DeviceBatch& batch, DType output) {
@@ -88,17 +94,27 @@ void FusedLayer::Launch(const DeviceBatch& batch, DType output) {
   ASSERT_TRUE(config.ok()) << config.status();
   ASSERT_EQ(cuda::moe_layer::Launch(shape.format, *config, params, nullptr), cudaSuccess);
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-  const cuda::moe_layer::FaultRecord& fault = control_.as<Control>()->fault;
-  ASSERT_EQ(fault.code, cuda::moe_layer::kNoFault)
-      << "CTA " << fault.cta << ", tile " << fault.tile << ", found " << fault.found
-      << ", expected " << fault.expected << ", T = " << step.num_tokens << ", "
-      << config->ToString();
 }
 
 std::vector<uint8_t> FusedLayer::RunFused(const HostBatch& batch, DType output) {
   const DeviceBatch device_batch(batch, spec_.hidden_size, output);
   Launch(device_batch, output);
+  const cuda::moe_layer::FaultRecord& fault = control_.as<Control>()->fault;
+  EXPECT_EQ(fault.code, cuda::moe_layer::kNoFault)
+      << "CTA " << fault.cta << ", tile " << fault.tile << ", found " << fault.found
+      << ", expected " << fault.expected << ", T = " << batch.num_tokens;
   return device_batch.OutputBytes();
+}
+
+cuda::moe_layer::FaultRecord FusedLayer::RunStopped(const HostBatch& batch) {
+  const DeviceBatch device_batch(batch, spec_.hidden_size, DType::kBf16);
+  auto* control = control_.as<Control>();
+  control->stop = 1;
+  Launch(device_batch, DType::kBf16);
+  const cuda::moe_layer::FaultRecord fault = control->fault;
+  std::memset(control, 0, sizeof(Control));
+  ClearWorkspace();
+  return fault;
 }
 
 std::vector<float> FusedLayer::RunFusedF32(const HostBatch& batch) {

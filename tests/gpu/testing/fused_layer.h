@@ -21,10 +21,14 @@ class FusedLayer {
   // test.
   std::vector<uint8_t> RunFused(const HostBatch& batch, DType output = DType::kBf16);
   std::vector<float> RunFusedF32(const HostBatch& batch);
+  // A step whose stop word is set from the start: what it left on record. Afterwards the workspace
+  // is as new.
+  cuda::moe_layer::FaultRecord RunStopped(const HostBatch& batch);
   // The plain path in f32: the oracle.
   std::vector<float> RunPlain(const HostBatch& batch);
 
  private:
+  void ClearWorkspace();
   void Launch(const DeviceBatch& batch, DType output);
 
   LayerSpec spec_;
