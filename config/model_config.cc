@@ -20,6 +20,9 @@ using nlohmann::json;
 // size.
 constexpr int kMaxJsonDepth = 16;
 
+constexpr char kConfigFile[] = "config.json";
+constexpr char kQuantFile[] = "hf_quant_config.json";
+
 // A value as a message shows it: bounded, and never a parser's exception for odd bytes.
 std::string Shown(const json& value) {
   if (value.is_array()) return absl::StrCat("an array of ", value.size());
@@ -29,11 +32,11 @@ std::string Shown(const json& value) {
   return text;
 }
 
-// Reads keys of one JSON object and collects what is wrong.
+// Reads keys of one JSON object of the file `file` and collects what is wrong.
 class KeyReader {
  public:
-  KeyReader(const json& object, std::vector<std::string>* problems)
-      : object_(object), problems_(problems) {}
+  KeyReader(const json& object, const char* file, std::vector<std::string>* problems)
+      : object_(object), file_(file), problems_(problems) {}
 
   // The value of a key that is present and not null.
   const json* Find(const std::string& key) const {
@@ -42,9 +45,10 @@ class KeyReader {
   }
 
   // A whole number in [low, high] under the first of `keys` that is present; all that are present
-  // must agree. Missing: a problem unless there is a default.
-  int64_t Number(std::initializer_list<const char*> keys, int64_t low, int64_t high,
-                 std::optional<int64_t> fallback, std::string* used_key = nullptr) const {
+  // must agree. Missing: a problem unless there is a default. Nothing if there was a problem.
+  std::optional<int64_t> Number(std::initializer_list<const char*> keys, int64_t low, int64_t high,
+                                std::optional<int64_t> fallback,
+                                std::string* used_key = nullptr) const {
     std::optional<int64_t> number;
     std::string first_key;
     for (const char* key : keys) {
@@ -60,23 +64,23 @@ class KeyReader {
       if (!inside) {
         Problem(absl::StrCat(key, ": found ", Shown(*value), ", expected a whole number from ", low,
                              " to ", high));
-        return low;
+        return std::nullopt;
       }
       if (number && *number != value->get<int64_t>()) {
         Problem(absl::StrCat(key, ": found ", Shown(*value), ", expected ", *number, " as in ",
                              first_key));
-        return *number;
+        return std::nullopt;
       }
       if (!number) first_key = key;
       number = value->get<int64_t>();
     }
     if (number && used_key != nullptr) *used_key = first_key;
-    if (number) return *number;
+    if (number) return number;
     if (!fallback) {
       Problem(absl::StrCat(absl::StrJoin(keys, " or "), ": missing, expected a whole number from ",
                            low, " to ", high));
     }
-    return fallback.value_or(low);
+    return fallback;
   }
 
   std::string Text(const char* key) const {
@@ -89,10 +93,13 @@ class KeyReader {
     return value->get<std::string>();
   }
 
-  void Problem(std::string text) const { problems_->push_back(std::move(text)); }
+  void Problem(const std::string& text) const {
+    problems_->push_back(absl::StrCat(file_, ": ", text));
+  }
 
  private:
   const json& object_;
+  const char* file_;
   std::vector<std::string>* problems_;
 };
 
@@ -123,12 +130,18 @@ const json& LanguageModel(const json& config) {
   return nested ? *text_config : config;
 }
 
-int64_t MultipleOf32(const KeyReader& keys, const char* key, int64_t value) {
-  if (value % limits::kGeometryMultiple != 0) {
-    keys.Problem(absl::StrCat(key, ": found ", value, ", expected a multiple of ",
+int64_t MatrixSize(const KeyReader& keys, const char* key, int64_t high) {
+  const std::optional<int64_t> size = keys.Number({key}, 1, high, std::nullopt);
+  if (size && *size % limits::kGeometryMultiple != 0) {
+    keys.Problem(absl::StrCat(key, ": found ", *size, ", expected a multiple of ",
                               limits::kGeometryMultiple));
   }
-  return value;
+  return size.value_or(0);
+}
+
+int32_t Count(const KeyReader& keys, std::initializer_list<const char*> names, int64_t low,
+              int64_t high, std::optional<int64_t> fallback, std::string* used_key = nullptr) {
+  return static_cast<int32_t>(keys.Number(names, low, high, fallback, used_key).value_or(0));
 }
 
 float SwigluLimit(const KeyReader& keys) {
@@ -177,9 +190,9 @@ void ReadLayerFrequency(const KeyReader& keys, std::vector<bool>* is_moe) {
     }
     return;
   }
-  const int64_t every = keys.Number({"moe_layer_freq"}, 1, limits::kMaxLayers, 1);
-  for (size_t i = 0; i < is_moe->size(); ++i) {
-    if (static_cast<int64_t>(i) % every != 0) (*is_moe)[i] = false;
+  const auto every = keys.Number({"moe_layer_freq"}, 1, limits::kMaxLayers, std::nullopt);
+  for (size_t i = 0; every && i < is_moe->size(); ++i) {
+    if (static_cast<int64_t>(i) % *every != 0) (*is_moe)[i] = false;
   }
 }
 
@@ -199,11 +212,11 @@ void ReadLayerTypes(const KeyReader& keys, std::vector<bool>* is_moe) {
 
 std::vector<bool> MoeLayers(const KeyReader& keys, int32_t num_layers) {
   std::vector<bool> is_moe(static_cast<size_t>(num_layers), true);
-  const int64_t dense = keys.Number({"first_k_dense_replace"}, 0, limits::kMaxLayers, 0);
+  const int32_t dense = Count(keys, {"first_k_dense_replace"}, 0, limits::kMaxLayers, 0);
   for (size_t i = 0; i < is_moe.size() && static_cast<int64_t>(i) < dense; ++i) is_moe[i] = false;
-  const int64_t step = keys.Number({"decoder_sparse_step"}, 1, limits::kMaxLayers, 1);
-  for (size_t i = 0; i < is_moe.size(); ++i) {
-    if ((static_cast<int64_t>(i) + 1) % step != 0) is_moe[i] = false;
+  const auto step = keys.Number({"decoder_sparse_step"}, 1, limits::kMaxLayers, 1);
+  for (size_t i = 0; step && i < is_moe.size(); ++i) {
+    if ((static_cast<int64_t>(i) + 1) % *step != 0) is_moe[i] = false;
   }
   ReadDenseList(keys, "mlp_only_layers", &is_moe);
   ReadLayerFrequency(keys, &is_moe);
@@ -211,14 +224,15 @@ std::vector<bool> MoeLayers(const KeyReader& keys, int32_t num_layers) {
   return is_moe;
 }
 
-void ReadQuantization(const json& config, const json* quant_file,
+// `config`: the object that may hold quantization_config.
+void ReadQuantization(const KeyReader& config, const json* quant_file,
                       std::vector<std::string>* problems, ModelConfig* model) {
-  if (const auto it = config.find("quantization_config"); it != config.end() && !it->is_null()) {
-    if (!it->is_object()) {
-      problems->push_back(
-          absl::StrCat("quantization_config: found ", Shown(*it), ", expected an object"));
+  if (const json* section = config.Find("quantization_config"); section != nullptr) {
+    if (!section->is_object()) {
+      config.Problem(
+          absl::StrCat("quantization_config: found ", Shown(*section), ", expected an object"));
     } else {
-      const KeyReader keys(*it, problems);
+      const KeyReader keys(*section, kConfigFile, problems);
       model->quant_method = keys.Text("quant_method");
       for (const char* key : {"quant_algo", "moe_quant_algo", "format"}) {
         if (std::string text = keys.Text(key); !text.empty()) model->quant_format = std::move(text);
@@ -227,35 +241,34 @@ void ReadQuantization(const json& config, const json* quant_file,
   }
   if (quant_file == nullptr) return;
   if (model->quant_method.empty()) model->quant_method = "modelopt";
-  const auto it = quant_file->find("quantization");
-  if (it == quant_file->end() || !it->is_object()) {
-    problems->push_back("hf_quant_config.json: quantization: missing, expected an object");
+  const KeyReader file(*quant_file, kQuantFile, problems);
+  const json* section = file.Find("quantization");
+  if (section == nullptr || !section->is_object()) {
+    file.Problem(
+        absl::StrCat("quantization: ", section == nullptr ? "missing" : "found " + Shown(*section),
+                     ", expected an object"));
     return;
   }
-  const KeyReader keys(*it, problems);
-  const std::string algorithm = keys.Text("quant_algo");
+  const std::string algorithm = KeyReader(*section, kQuantFile, problems).Text("quant_algo");
   if (model->quant_format.empty()) model->quant_format = algorithm;
 }
 
 void ReadGeometry(const KeyReader& keys, ModelConfig* model) {
-  model->hidden_size = MultipleOf32(
-      keys, "hidden_size", keys.Number({"hidden_size"}, 1, limits::kMaxHiddenSize, std::nullopt));
-  model->num_experts =
-      static_cast<int32_t>(keys.Number({"n_routed_experts", "num_experts", "num_local_experts"}, 1,
-                                       limits::kMaxExperts, std::nullopt, &model->experts_key));
+  model->hidden_size = MatrixSize(keys, "hidden_size", limits::kMaxHiddenSize);
+  model->num_experts = Count(keys, {"n_routed_experts", "num_experts", "num_local_experts"}, 1,
+                             limits::kMaxExperts, std::nullopt, &model->experts_key);
   // Models that count num_local_experts have no dense feed-forward whose size would need another
   // key.
   const bool plain_key =
       model->experts_key == "num_local_experts" && keys.Find("moe_intermediate_size") == nullptr;
-  const char* size_key = plain_key ? "intermediate_size" : "moe_intermediate_size";
-  model->intermediate_size = MultipleOf32(
-      keys, size_key, keys.Number({size_key}, 1, limits::kMaxIntermediateSize, std::nullopt));
-  model->top_k = static_cast<int32_t>(
-      keys.Number({"num_experts_per_tok", "experts_per_token"}, 1, limits::kMaxTopK, std::nullopt));
+  model->intermediate_size =
+      MatrixSize(keys, plain_key ? "intermediate_size" : "moe_intermediate_size",
+                 limits::kMaxIntermediateSize);
+  model->top_k =
+      Count(keys, {"num_experts_per_tok", "experts_per_token"}, 1, limits::kMaxTopK, std::nullopt);
   model->num_hidden_layers =
-      static_cast<int32_t>(keys.Number({"num_hidden_layers"}, 1, limits::kMaxLayers, std::nullopt));
-  model->num_mtp_layers =
-      static_cast<int32_t>(keys.Number({"num_nextn_predict_layers"}, 0, limits::kMaxLayers, 0));
+      Count(keys, {"num_hidden_layers"}, 1, limits::kMaxLayers, std::nullopt);
+  model->num_mtp_layers = Count(keys, {"num_nextn_predict_layers"}, 0, limits::kMaxLayers, 0);
 }
 
 }  // namespace
@@ -264,13 +277,13 @@ absl::StatusOr<ModelConfig> ParseModelConfig(std::string_view config_json,
                                              std::string_view quant_json) {
   std::vector<std::string> problems;
   ModelConfig model;
-  const std::optional<json> config = ParseObject(config_json, "config.json", &problems);
+  const std::optional<json> config = ParseObject(config_json, kConfigFile, &problems);
   std::optional<json> quant_file;
-  if (!quant_json.empty()) quant_file = ParseObject(quant_json, "hf_quant_config.json", &problems);
+  if (!quant_json.empty()) quant_file = ParseObject(quant_json, kQuantFile, &problems);
   if (!config) return absl::InvalidArgumentError(absl::StrJoin(problems, "\n"));
 
   const json& language_model = LanguageModel(*config);
-  const KeyReader keys(language_model, &problems);
+  const KeyReader keys(language_model, kConfigFile, &problems);
   model.model_type = keys.Text("model_type");
   ReadGeometry(keys, &model);
   if (problems.empty() && model.top_k > model.num_experts) {
@@ -280,10 +293,12 @@ absl::StatusOr<ModelConfig> ParseModelConfig(std::string_view config_json,
   model.swiglu_limit = SwigluLimit(keys);
   model.expert_dtype = keys.Text("expert_dtype");
   if (const std::string act = keys.Text("hidden_act"); !act.empty() && act != "silu") {
-    keys.Problem(absl::StrCat("hidden_act: found \"", Shown(act), "\", expected silu"));
+    keys.Problem(absl::StrCat("hidden_act: found ", Shown(act), ", expected silu"));
   }
-  model.is_moe = MoeLayers(keys, model.num_hidden_layers);
-  ReadQuantization(language_model.contains("quantization_config") ? language_model : *config,
+  // Lists of one entry a layer cannot be judged without the count.
+  if (model.num_hidden_layers > 0) model.is_moe = MoeLayers(keys, model.num_hidden_layers);
+  const bool nested = language_model.contains("quantization_config");
+  ReadQuantization(KeyReader(nested ? language_model : *config, kConfigFile, &problems),
                    quant_file ? &*quant_file : nullptr, &problems, &model);
   if (!problems.empty()) return absl::InvalidArgumentError(absl::StrJoin(problems, "\n"));
   return model;

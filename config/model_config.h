@@ -30,7 +30,7 @@ struct ModelConfig {
 };
 
 // Pure. `quant_json` may be empty. INVALID_ARGUMENT with every wrong key at once, one a line:
-// field, what was found, what was expected.
+// file, field, what was found, what was expected.
 absl::StatusOr<ModelConfig> ParseModelConfig(std::string_view config_json,
                                              std::string_view quant_json = {});
 

@@ -83,7 +83,7 @@ TEST_P(DefectTest, IsRefusedWithAMessageThatNamesIt) {
       {"config-missing-key", {"config.json", "hidden_size: missing"}},
       {"config-wrong-type", {"config.json", "hidden_size: found \"256\""}},
       {"config-absurd-number", {"moe_intermediate_size: found 1000000000000000"}},
-      {"config-not-json", {"config.json", "JSON"}},
+      {"config-not-json", {"\n  config.json: found text that is not valid UTF-8 JSON"}},
   };
   const auto expected = kExpected.find(std::string(GetParam().name));
   ASSERT_NE(expected, kExpected.end());
