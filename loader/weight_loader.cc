@@ -10,6 +10,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -26,6 +27,7 @@ constexpr int32_t kMaxDefaultThreads = 16;  // more readers gain nothing on one 
 constexpr uint64_t kReadChunkBytes = 4u
                                      << 20;  // between two looks at the clock and the cancel flag
 constexpr size_t kOpenFilesPerThread = 4;    // a matrix's parts may lie in different shards
+constexpr absl::Duration kReservePatience = absl::Milliseconds(100);
 constexpr absl::Duration kProgressInterval = absl::Milliseconds(100);
 
 FileIdentity IdentityOf(const CheckpointFile& file) {
@@ -85,7 +87,11 @@ class LoadRun {
     const auto num_threads =
         std::min(static_cast<size_t>(wanted), std::max<size_t>(plan_.reads.size(), 1));
     std::vector<std::thread> readers;
-    for (size_t i = 1; i < num_threads; ++i) readers.emplace_back([this] { ReadUntilDone(); });
+    try {
+      for (size_t i = 1; i < num_threads; ++i) readers.emplace_back([this] { ReadUntilDone(); });
+    } catch (const std::system_error&) {
+      // The system gives no more threads: those that started, and this one, do the work.
+    }
     ReadUntilDone();
     for (std::thread& reader : readers) reader.join();
     if (!error_.ok()) return error_;
@@ -114,7 +120,7 @@ class LoadRun {
     const MatrixShape shape = ShapeOf(spec, read.id.matrix);
     absl::Status status = KeepGoing();
     if (!status.ok()) return status;
-    const absl::StatusOr<MatrixBuffers> buffers = sink_.Reserve(read.id, options_.deadline);
+    const absl::StatusOr<MatrixBuffers> buffers = Reserve(read.id);
     if (!buffers.ok()) return buffers.status();
     EXPERTD_CHECK(buffers->codes.size() == read.location.codes.bytes);
     EXPERTD_CHECK(buffers->scales.size() == read.location.scales.bytes);
@@ -139,6 +145,19 @@ class LoadRun {
           *bad);
     }
     return sink_.Commit(read.id, second_level);
+  }
+
+  // A reader that fails keeps its buffer. Whoever waits for one in the sink looks up now and then:
+  // it may never come back.
+  absl::StatusOr<MatrixBuffers> Reserve(const MatrixId& id) {
+    for (;;) {
+      const absl::Time until = std::min(options_.deadline, absl::Now() + kReservePatience);
+      absl::StatusOr<MatrixBuffers> buffers = sink_.Reserve(id, until);
+      if (!absl::IsDeadlineExceeded(buffers.status()) || until == options_.deadline) return buffers;
+      const absl::Status status = KeepGoing();
+      if (!status.ok()) return status;
+      if (failed_.load(std::memory_order_relaxed)) return buffers;  // the first error is told
+    }
   }
 
   absl::Status ReadRange(const FileRange& range, absl::Span<uint8_t> into, OpenShards* shards) {

@@ -2,10 +2,12 @@
 
 #include <atomic>
 #include <cmath>
+#include <condition_variable>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <mutex>
 #include <set>
 #include <string>
 #include <thread>
@@ -328,6 +330,72 @@ TEST_F(WeightLoaderTest, ErrorOfTheSinkEndsTheLoad) {
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(status.message(), "no more memory");
   EXPECT_FALSE(sink.finished());
+}
+
+// As a backend with a bounded pool: Reserve waits until a buffer is given back by Commit.
+class OneBufferSink : public MemorySink {
+ public:
+  using MemorySink::MemorySink;
+  absl::StatusOr<MatrixBuffers> Reserve(const MatrixId& id, absl::Time deadline) override {
+    std::unique_lock<std::mutex> lock(pool_mutex_);
+    waiting = true;
+    if (!changed_.wait_until(lock, absl::ToChronoTime(deadline), [&] { return free_; })) {
+      return absl::DeadlineExceededError("the buffer is in use");
+    }
+    free_ = false;
+    return MemorySink::Reserve(id, deadline);
+  }
+  absl::Status Commit(const MatrixId& id, float second_level) override {
+    {
+      std::lock_guard<std::mutex> lock(pool_mutex_);
+      free_ = true;
+    }
+    changed_.notify_one();
+    return MemorySink::Commit(id, second_level);
+  }
+  void TakeTheBuffer() { free_ = false; }
+  std::atomic<bool> waiting{false};
+
+ private:
+  std::mutex pool_mutex_;
+  std::condition_variable changed_;
+  bool free_ = true;
+};
+
+TEST_F(WeightLoaderTest, ReadersThatWaitForTheSinkEndWithTheFirstError) {
+  TestCheckpoint checkpoint = TestCheckpoint::Mxfp4();
+  checkpoint.Find("layers.0.ffn.experts.1.w1.scale").data[0] = static_cast<char>(255);
+  Prepare(checkpoint);
+  OneBufferSink sink(checkpoint_->layers(), *Placement::Contiguous(2, 1));
+  LoadOptions options;
+  options.num_threads = 4;
+  const absl::Status status = LoadWeights(*checkpoint_, plan_, sink, options);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+}
+
+TEST_F(WeightLoaderTest, CancelReachesAReaderThatWaitsForTheSink) {
+  Prepare(TestCheckpoint::Mxfp4());
+  OneBufferSink sink(checkpoint_->layers(), *Placement::Contiguous(2, 1));
+  sink.TakeTheBuffer();
+  std::atomic<bool> cancelled{false};
+  std::thread canceller([&] {
+    while (!sink.waiting) std::this_thread::yield();
+    cancelled = true;
+  });
+  LoadOptions options;
+  options.cancelled = &cancelled;
+  EXPECT_EQ(LoadWeights(*checkpoint_, plan_, sink, options).code(), absl::StatusCode::kCancelled);
+  canceller.join();
+}
+
+TEST_F(WeightLoaderTest, FullSinkIsToldAtTheDeadline) {
+  Prepare(TestCheckpoint::Mxfp4());
+  OneBufferSink sink(checkpoint_->layers(), *Placement::Contiguous(2, 1));
+  sink.TakeTheBuffer();
+  LoadOptions options;
+  options.deadline = absl::Now() + absl::Milliseconds(250);  // longer than one wait
+  const absl::Status status = LoadWeights(*checkpoint_, plan_, sink, options);
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
 }
 
 TEST_F(WeightLoaderTest, ProgressEndsWithAllBytes) {
