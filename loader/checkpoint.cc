@@ -70,11 +70,17 @@ Checkpoint CheckpointBuilder::Build() {
   return std::move(checkpoint_);
 }
 
-std::optional<std::string> CheckpointBuilder::ReadText(const std::string& name, uint64_t max_bytes,
-                                                       bool required) {
+// Also a link that leads nowhere: what is there but cannot be read is a problem, not an absence.
+bool CheckpointBuilder::HasEntry(const std::string& name) const {
+  std::error_code error;
+  return fs::exists(fs::symlink_status(dir_ / name, error));
+}
+
+std::optional<std::string> CheckpointBuilder::ReadText(const std::string& name,
+                                                       uint64_t max_bytes) {
   const absl::Status link = CheckFileLink(dir_, name, options_.allow_symlinks);
   if (!link.ok()) {
-    if (required || !absl::IsNotFound(link)) problems_->Add(std::string(link.message()));
+    problems_->Add(std::string(link.message()));
     return std::nullopt;
   }
   absl::StatusOr<std::string> text = ReadSmallFile(dir_ / name, max_bytes);
@@ -86,10 +92,9 @@ std::optional<std::string> CheckpointBuilder::ReadText(const std::string& name, 
 }
 
 void CheckpointBuilder::ReadConfig() {
-  const std::optional<std::string> config =
-      ReadText(kConfigName, limits::kMaxJsonConfigBytes, /*required=*/true);
-  const std::optional<std::string> quant =
-      ReadText(kQuantConfigName, limits::kMaxJsonConfigBytes, /*required=*/false);
+  const std::optional<std::string> config = ReadText(kConfigName, limits::kMaxJsonConfigBytes);
+  std::optional<std::string> quant;
+  if (HasEntry(kQuantConfigName)) quant = ReadText(kQuantConfigName, limits::kMaxJsonConfigBytes);
   if (!config) return;
   absl::StatusOr<ModelConfig> parsed = ParseModelConfig(*config, quant.value_or(""));
   if (parsed.ok()) {
@@ -97,14 +102,15 @@ void CheckpointBuilder::ReadConfig() {
     return;
   }
   for (const absl::string_view line : absl::StrSplit(parsed.status().message(), '\n')) {
-    problems_->Add(absl::StrCat(kConfigName, ": ", line));
+    problems_->Add(std::string(line));
   }
 }
 
 void CheckpointBuilder::ReadShards() {
   std::vector<std::string> names;
-  if (const std::optional<std::string> text =
-          ReadText(kIndexName, limits::kMaxShardIndexBytes, /*required=*/false)) {
+  if (HasEntry(kIndexName)) {
+    const std::optional<std::string> text = ReadText(kIndexName, limits::kMaxShardIndexBytes);
+    if (!text) return;
     absl::StatusOr<ShardIndex> index = ParseShardIndex(*text);
     if (!index.ok()) {
       problems_->Add(At(kIndexName, index.status()));
@@ -113,7 +119,7 @@ void CheckpointBuilder::ReadShards() {
     index_ = *std::move(index);
     seen_.resize(index_->entries.size());
     names = index_->files;
-  } else if (CheckFileLink(dir_, kSingleName, /*allow_symlinks=*/true).ok()) {
+  } else if (HasEntry(kSingleName)) {
     names = {kSingleName};
   } else {
     problems_->Add(absl::StrCat("found neither ", kIndexName, " nor ", kSingleName,

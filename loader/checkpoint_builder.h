@@ -27,7 +27,8 @@ class CheckpointBuilder {
  private:
   void ReadConfig();
   void ReadShards();
-  std::optional<std::string> ReadText(const std::string& name, uint64_t max_bytes, bool required);
+  bool HasEntry(const std::string& name) const;
+  std::optional<std::string> ReadText(const std::string& name, uint64_t max_bytes);
   void ReadShard(int32_t file, const std::string& name);
   void CheckListed(const TensorInfo& tensor, int32_t file, const std::string& name);
   void CheckIndexComplete();

@@ -157,7 +157,7 @@ void ExpertTable::TakeExpert(const ExpertTensorName& name, const TensorInfo& ten
   CheckTensor(name, tensor, where, &layer);
 }
 
-bool ExpertTable::CheckTensor(const ExpertTensorName& name, const TensorInfo& tensor,
+void ExpertTable::CheckTensor(const ExpertTensorName& name, const TensorInfo& tensor,
                               const std::string& where, Layer* layer) const {
   const Expectation expected =
       Expect(name.part, ShapeOf(SpecOf(LayerNumber(name), Recipe::kMxfp4), name.matrix));
@@ -165,7 +165,7 @@ bool ExpertTable::CheckTensor(const ExpertTensorName& name, const TensorInfo& te
       std::find(expected.types.begin(), expected.types.end(), tensor.type) != expected.types.end();
   const bool shape_good = tensor.shape == expected.shape ||
                           (expected.shape.empty() && tensor.shape == std::vector<uint64_t>{1});
-  if (type_good && shape_good) return true;
+  if (type_good && shape_good) return;
   if (name.part == ExpertPart::kCodes && !type_good) {
     ++layer->foreign;
     if (layer->foreign_example.empty()) {
@@ -183,7 +183,6 @@ bool ExpertTable::CheckTensor(const ExpertTensorName& name, const TensorInfo& te
                     ShapeText(expected.shape));
   }
   layer->problems.Add(std::move(text));
-  return false;
 }
 
 void ExpertTable::Finish(bool complete) {
@@ -266,7 +265,8 @@ void ExpertTable::CheckLayerNumbers(bool complete) {
   }
   const int32_t last = options_.last_layer >= 0 ? options_.last_layer : total - 1;
   if (last >= total || options_.first_layer >= total) {
-    problems_->Add(absl::StrCat("--layers: found ", options_.first_layer, "-", last,
+    const std::string end = options_.last_layer >= 0 ? absl::StrCat(last) : "";
+    problems_->Add(absl::StrCat("--layers: found ", options_.first_layer, "-", end,
                                 ", expected layers from 0 to ", total - 1));
   }
   if (!complete) return;

@@ -53,7 +53,7 @@ class ExpertTable {
   void TakeExpert(const ExpertTensorName& name, const TensorInfo& tensor, int32_t file,
                   const std::string& file_name);
   int32_t LayerNumber(const ExpertTensorName& name) const;
-  bool CheckTensor(const ExpertTensorName& name, const TensorInfo& tensor, const std::string& where,
+  void CheckTensor(const ExpertTensorName& name, const TensorInfo& tensor, const std::string& where,
                    Layer* layer) const;
   void FinishLayer(int32_t number, bool complete, Layer* layer);
   void ListMissing(int32_t number, Recipe recipe, const Layer& layer);

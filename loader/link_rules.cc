@@ -43,7 +43,8 @@ absl::Status CheckFileLink(const fs::path& dir, const std::string& name, bool al
                                             fs::read_symlink(path, ignored).string(),
                                             ", which does not exist"));
   }
-  if (allow_symlinks || IsInside(target, fs::canonical(dir, error))) return absl::OkStatus();
+  const fs::path real_dir = fs::canonical(dir, error);
+  if (allow_symlinks || (!error && IsInside(target, real_dir))) return absl::OkStatus();
   const fs::path repository = HuggingFaceRepository(dir);
   if (!repository.empty() && IsInside(target, repository / "blobs")) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(

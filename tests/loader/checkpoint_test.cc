@@ -489,6 +489,26 @@ TEST_F(CheckpointTest, DanglingLinkIsMissing) {
               AllOf(HasSubstr("missing"), HasSubstr("nowhere")));
 }
 
+TEST_F(CheckpointTest, OptionalFileThatLeadsNowhereIsNotTakenForAbsent) {
+  TestCheckpoint::Mxfp4().Write(dir_.path());
+  fs::create_symlink("blob-not-downloaded", dir_.path() / "hf_quant_config.json");
+  EXPECT_THAT(std::string(Checkpoint::Open(dir_.path()).status().message()),
+              AllOf(HasSubstr("hf_quant_config.json: missing, found a link to"),
+                    HasSubstr("blob-not-downloaded")));
+}
+
+TEST_F(CheckpointTest, IndexThatMayNotBeReadIsTheOnlyProblem) {
+  TempDir elsewhere;
+  TestCheckpoint::Mxfp4().Write(dir_.path());
+  const char name[] = "model.safetensors.index.json";
+  fs::rename(dir_.path() / name, elsewhere.path() / name);
+  fs::create_symlink(elsewhere.path() / name, dir_.path() / name);
+  Problems problems;
+  Checkpoint::Examine(dir_.path(), {}, &problems);
+  ASSERT_EQ(problems.count(), 1);
+  EXPECT_THAT(problems.lines().front(), AllOf(HasSubstr(name), HasSubstr("--allow-symlinks")));
+}
+
 // models--org--name/{blobs/HASH..., snapshots/REV/FILE -> ../../blobs/HASH}
 class HuggingFaceCacheTest : public CheckpointTest {
  protected:
