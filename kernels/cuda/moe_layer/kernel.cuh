@@ -20,7 +20,7 @@ __device__ __forceinline__ void init_barriers() {
   for (int i = 0; i < kMaxStages; ++i) {
     ptx::mbarrier_init(ptx::shared_address(&state->full[i]), 1);
     ptx::mbarrier_init(ptx::shared_address(&state->empty[i]), kExpertWarps);
-    ptx::mbarrier_init(ptx::shared_address(&state->token_full[i]), kTokenArrivals);
+    ptx::mbarrier_init(ptx::shared_address(&state->token_full[i]), 1);
     ptx::mbarrier_init(ptx::shared_address(&state->token_empty[i]), kExpertWarps);
   }
   for (int i = 0; i < kTileSlots; ++i) {

@@ -3,7 +3,6 @@
 #include "kernels/cuda/moe_layer/dequantise.cuh"
 #include "kernels/cuda/moe_layer/epilogue.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
-#include "kernels/cuda/ptx/copy.cuh"
 #include "kernels/cuda/ptx/wgmma.cuh"
 
 // Four warpgroups multiply: warpgroup g takes the g-th 64-row tile of each claimed tile, if there is one.
@@ -34,10 +33,8 @@ struct ExpertRole {
   __device__ __forceinline__ void wait_weights() const {
     waiter.wait(full_barrier(stage.index), stage.phase);
   }
-  // The tokens were written by ordinary copies and are read by wgmma: hence the fence.
   __device__ __forceinline__ void wait_tokens() const {
     waiter.wait(token_full_barrier(token_stage.index), token_stage.phase);
-    ptx::fence_proxy_async_shared();
   }
 
   __device__ __forceinline__ void load(Packed& packed, int unit) const {

@@ -5,8 +5,8 @@
 
 // Warps that gather the rows of each token tile into the ring, in turns: warp w takes every
 // kTokenWarps-th stage. Rows come from x for FC1 and from h for FC2 and lie 128-byte swizzled, as wgmma
-// reads them; rows past the tile's last and K past the matrix's end become zeros. The copies announce
-// themselves when they have landed. The first stage of an FC2 tile waits until the intermediate of its
+// reads them; rows past the tile's last and K past the matrix's end become zeros. A stage is announced
+// when its copies have landed and are visible to wgmma. The first stage of an FC2 tile waits until the intermediate of its
 // tokens is complete.
 namespace expertd::cuda::moe_layer {
 
@@ -94,9 +94,10 @@ struct TokenRole {
         __syncwarp();
         copy_stage(tile, static_cast<const char*>(base), int64_t{2} * k_end, source, ahead * kStageK,
                    k_end);
+        ptx::cp_async_wait_all();
+        ptx::fence_proxy_async_shared();
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(token_full_barrier(stage.index));
-        ptx::cp_async_arrive(token_full_barrier(stage.index));
         stage.advance(params.num_token_stages, kTokenWarps);
       }
     }

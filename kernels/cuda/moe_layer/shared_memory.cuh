@@ -25,13 +25,10 @@ struct TileSlot {
   uint32_t route[kMaxTokenTile];  // t * K + k by row; written before the first stage is announced
 };
 
-// A token warp's lanes by their copies, and lane 0 for what it wrote itself.
-inline constexpr int kTokenArrivals = 32 + 1;
-
 struct SharedState {
   uint64_t full[kMaxStages];         // weights loaded: 1 arrival and the bytes
   uint64_t empty[kMaxStages];        // weights in registers: kExpertWarps arrivals
-  uint64_t token_full[kMaxStages];   // tokens loaded: kTokenArrivals
+  uint64_t token_full[kMaxStages];   // tokens loaded: 1 arrival
   uint64_t token_empty[kMaxStages];  // tokens multiplied: kExpertWarps arrivals
   uint64_t tile_full[kTileSlots];   // tile claimed: 1 arrival
   uint64_t tile_done[kTileSlots];   // results stored: kExpertWarps arrivals
