@@ -47,6 +47,10 @@ inline constexpr int32_t kMaxThreads = 1024;               // more than any host
 inline constexpr int32_t kMaxServerConfigBytes = 1 << 20;  // a file of a few dozen lines
 inline constexpr int64_t kMaxBatchWaitUs = 1'000'000;  // a step that waits a second helps nobody
 
+// --- CPU backend
+inline constexpr int64_t kCpuReserveBytes =
+    128ll << 20;  // of the memory limit: code, tables of the checkpoint, buffers of connections
+
 // --- CUDA backend
 inline constexpr int64_t kCudaStagingBytes =
     256ll << 20;  // pinned, and as much on the device, while weights load
@@ -66,6 +70,7 @@ inline constexpr int64_t kStepTimeoutMs =
     30'000;  // a step that takes longer is a fault (CPU backend)
 inline constexpr int64_t kRetryPushbackMs = 50;           // queue full: when to come back
 inline constexpr int64_t kDrainDeadlineMs = 30'000;       // SIGTERM: what is in flight may finish
+inline constexpr int64_t kFailedDrainMs = 1'000;          // a failed process: answers leave
 inline constexpr int64_t kClientKeepaliveMinMs = 10'000;  // clients may ping this often
 inline constexpr int64_t kServerKeepaliveMs = 20'000;     // the server pings a silent client
 inline constexpr int64_t kServerKeepaliveTimeoutMs = 10'000;  // and gives it up

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -59,7 +60,11 @@ class CpuBackend final : public Backend {
     bool free = true;
   };
 
-  explicit CpuBackend(const CpuBackendOptions& options) : options_(options) {}
+  explicit CpuBackend(const CpuBackendOptions& options);
+  absl::Status CheckMemory() const;
+  RankWorker::Config WorkerConfig(int32_t local_rank, int32_t max_tokens) const;
+  int64_t WorkspaceBytes(int32_t max_tokens) const;
+  size_t PlaceStep(int32_t max_tokens, StepMemory* step, uint8_t* base) const;
   absl::Status CreateMemories();
   absl::Status CreateRanks();
   void FillInfo();
@@ -67,10 +72,12 @@ class CpuBackend final : public Backend {
   absl::Status ValidateBatch(const MoeStep& step, size_t rank) const;
   void RankLoop(Rank& rank);
   void RunOn(Rank& rank, StepRun& run);
-  int64_t MaxHidden() const;
-  int64_t MaxIntermediate() const;
 
-  CpuBackendOptions options_;
+  const CpuBackendOptions options_;
+  int32_t num_threads_ = 0;  // of all ranks
+  bool spin_ = false;
+  int64_t max_hidden_ = 0;  // over the layers
+  int64_t max_intermediate_ = 0;
   BackendInfo info_;
   std::unique_ptr<WeightStore> weights_;
   std::vector<Memory> memories_;  // [kStepMemories]
@@ -86,17 +93,18 @@ class CpuBackend final : public Backend {
   std::vector<Rank> ranks_;
 };
 
-int64_t CpuBackend::MaxHidden() const {
-  int64_t size = 0;
-  for (const LayerSpec& spec : options_.common.layers) size = std::max(size, spec.hidden_size);
-  return size;
-}
-
-int64_t CpuBackend::MaxIntermediate() const {
-  int64_t size = 0;
-  for (const LayerSpec& spec : options_.common.layers)
-    size = std::max(size, spec.intermediate_size);
-  return size;
+CpuBackend::CpuBackend(const CpuBackendOptions& options)
+    : options_(options),
+      weights_(std::make_unique<WeightStore>(options.common.layers, options.common.placement,
+                                             options.first_rank, options.num_local_ranks)) {
+  const auto cores = std::max(1, static_cast<int32_t>(std::thread::hardware_concurrency()));
+  const int32_t wanted = options.common.num_threads > 0 ? options.common.num_threads : cores;
+  num_threads_ = std::max(wanted, options.num_local_ranks);  // a rank has at least one
+  spin_ = num_threads_ <= cores;
+  for (const LayerSpec& spec : options.common.layers) {
+    max_hidden_ = std::max(max_hidden_, spec.hidden_size);
+    max_intermediate_ = std::max(max_intermediate_, spec.intermediate_size);
+  }
 }
 
 absl::Status ValidateLayers(const BackendOptions& options) {
@@ -162,58 +170,95 @@ absl::StatusOr<std::unique_ptr<Backend>> CpuBackend::Create(const CpuBackendOpti
     options.exchange = MakeInProcessExchange(options.num_local_ranks);
 
   auto backend = std::unique_ptr<CpuBackend>(new CpuBackend(options));
-  auto weights = WeightStore::Create(options.common.layers, options.common.placement,
-                                     options.first_rank, options.num_local_ranks);
-  if (!weights.ok()) return weights.status();
-  backend->weights_ = *std::move(weights);
+  if (absl::Status status = backend->CheckMemory(); !status.ok()) return status;
+  if (absl::Status status = backend->weights_->Map(); !status.ok()) return status;
   if (absl::Status status = backend->CreateMemories(); !status.ok()) return status;
   if (absl::Status status = backend->CreateRanks(); !status.ok()) return status;
   backend->FillInfo();
   return backend;
 }
 
+// The inputs and outputs of one step, all local ranks. Without a base it only counts.
+size_t CpuBackend::PlaceStep(int32_t max_tokens, StepMemory* step, uint8_t* base) const {
+  const int64_t tokens = max_tokens;
+  Carver carver(base);
+  step->ranks.resize(options_.num_local_ranks);
+  for (RankBatch& batch : step->ranks) {
+    batch.hidden = carver.Take<float>(tokens * max_hidden_);
+    batch.ids = carver.Take<int32_t>(tokens * limits::kMaxTopK);
+    batch.weights = carver.Take<float>(tokens * limits::kMaxTopK);
+    batch.row_in_request = carver.Take<int32_t>(tokens);
+    batch.output = carver.Take<float>(tokens * max_hidden_);
+  }
+  return carver.used();
+}
+
+int64_t CpuBackend::WorkspaceBytes(int32_t max_tokens) const {
+  StepMemory counted;
+  int64_t bytes =
+      limits::kStepMemories * static_cast<int64_t>(PlaceStep(max_tokens, &counted, nullptr));
+  for (int32_t rank = 0; rank < options_.num_local_ranks; ++rank) {
+    bytes += RankWorker::WorkspaceBytes(WorkerConfig(rank, max_tokens));
+  }
+  return bytes;
+}
+
+// The mapped memory becomes real as it is touched: without this the system would end the process in
+// the middle of a load or of the first large step.
+absl::Status CpuBackend::CheckMemory() const {
+  const MemoryLimit limit =
+      options_.memory_limit.bytes > 0 ? options_.memory_limit : ReadMemoryLimit();
+  const int32_t max_tokens = options_.common.max_tokens_per_rank;
+  const int64_t available = limit.bytes - limits::kCpuReserveBytes - weights_->bytes();
+  const int64_t workspace = WorkspaceBytes(max_tokens);
+  if (workspace <= available) return absl::OkStatus();
+  int32_t fits = 0;
+  for (int32_t too_large = max_tokens; too_large - fits > 1;) {
+    const int32_t middle = fits + (too_large - fits) / 2;
+    (WorkspaceBytes(middle) <= available ? fits : too_large) = middle;
+  }
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "memory: ", weights_->bytes() + workspace, " bytes needed (weights ", weights_->bytes(),
+      ", workspace ", workspace, " for max_tokens_per_rank ", max_tokens, "), found ", limit.bytes,
+      " ", limit.source, " of which ", limits::kCpuReserveBytes, " stay in reserve; ",
+      fits == 0 ? "no max_tokens_per_rank fits: serve fewer layers (--layers)"
+                : absl::StrCat("the largest max_tokens_per_rank that fits is ", fits)));
+}
+
 absl::Status CpuBackend::CreateMemories() {
-  const int64_t tokens = options_.common.max_tokens_per_rank;
+  const int32_t tokens = options_.common.max_tokens_per_rank;
   memories_.resize(limits::kStepMemories);
   for (Memory& memory : memories_) {
-    memory.step.ranks.resize(options_.num_local_ranks);
-    const auto place = [&](uint8_t* base) {
-      Carver carver(base);
-      for (RankBatch& batch : memory.step.ranks) {
-        batch.hidden = carver.Take<float>(tokens * MaxHidden());
-        batch.ids = carver.Take<int32_t>(tokens * limits::kMaxTopK);
-        batch.weights = carver.Take<float>(tokens * limits::kMaxTopK);
-        batch.row_in_request = carver.Take<int32_t>(tokens);
-        batch.output = carver.Take<float>(tokens * MaxHidden());
-      }
-      return carver.used();
-    };
-    auto block = MappedMemory::Create(place(nullptr), "the rows of a step");
+    auto block =
+        MappedMemory::Create(PlaceStep(tokens, &memory.step, nullptr), "the rows of a step");
     if (!block.ok()) return block.status();
     memory.block = *std::move(block);
-    place(memory.block.data());
+    PlaceStep(tokens, &memory.step, memory.block.data());
   }
   return absl::OkStatus();
 }
 
-absl::Status CpuBackend::CreateRanks() {
-  const auto cores = std::max(1, static_cast<int32_t>(std::thread::hardware_concurrency()));
-  const int32_t threads = options_.common.num_threads > 0 ? options_.common.num_threads : cores;
+RankWorker::Config CpuBackend::WorkerConfig(int32_t local_rank, int32_t max_tokens) const {
   const int32_t local = options_.num_local_ranks;
-  const int32_t total = std::max(threads, local);  // a rank has at least one
-  ranks_ = std::vector<Rank>(local);
-  for (int32_t i = 0; i < local; ++i) {
-    RankWorker::Config config;
-    config.rank = options_.first_rank + i;
-    config.local_rank = i;
-    config.num_threads = total / local + (i < total % local ? 1 : 0);
-    config.spin = total <= cores;
-    config.limits = {options_.common.placement->num_ranks(), options_.common.max_tokens_per_rank};
-    config.max_hidden_size = MaxHidden();
-    config.max_intermediate_size = MaxIntermediate();
-    config.placement = options_.common.placement.get();
-    config.weights = weights_.get();
-    config.exchange = options_.exchange.get();
+  RankWorker::Config config;
+  config.rank = options_.first_rank + local_rank;
+  config.local_rank = local_rank;
+  config.num_threads = num_threads_ / local + (local_rank < num_threads_ % local ? 1 : 0);
+  config.spin = spin_;
+  config.limits = {options_.common.placement->num_ranks(), max_tokens};
+  config.max_hidden_size = max_hidden_;
+  config.max_intermediate_size = max_intermediate_;
+  config.placement = options_.common.placement.get();
+  config.weights = weights_.get();
+  config.exchange = options_.exchange.get();
+  return config;
+}
+
+absl::Status CpuBackend::CreateRanks() {
+  ranks_ = std::vector<Rank>(options_.num_local_ranks);
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    const RankWorker::Config config =
+        WorkerConfig(static_cast<int32_t>(i), options_.common.max_tokens_per_rank);
     auto worker = RankWorker::Create(config);
     if (!worker.ok()) return worker.status();
     ranks_[i].worker = *std::move(worker);
@@ -408,7 +453,12 @@ void CpuBackend::RunOn(Rank& rank, StepRun& run) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Backend>> MakeCpuBackend(const CpuBackendOptions& options) {
-  return CpuBackend::Create(options);
+  try {
+    return CpuBackend::Create(options);
+  } catch (const std::system_error& error) {  // std::thread has no other way to say it
+    return absl::ResourceExhaustedError(
+        absl::StrCat("threads: the system gives no more: ", error.what()));
+  }
 }
 
 }  // namespace expertd::cpu

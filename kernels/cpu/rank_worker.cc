@@ -17,54 +17,62 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
+RankWorker::Workspace::Workspace(const Config& config) : scratch(config.num_threads) {
+  const int32_t num_ranks = config.limits.num_ranks;
+  group_rows = int64_t{num_ranks} * config.limits.MaxRowsPerHome();
+  group_routes = int64_t{num_ranks} * config.limits.MaxRoutesPerHome();
+  if (num_ranks == 1) return;
+  const int64_t row_bytes = config.max_hidden_size * int64_t{sizeof(float)};
+  message_bytes = int64_t{sizeof(DispatchHeader)} + config.limits.MaxRowsPerHome() * row_bytes +
+                  config.limits.MaxRoutesPerHome() * int64_t{sizeof(Route)};
+  message_bytes = CeilDiv(message_bytes, 64) * 64;
+  answer_bytes = config.limits.MaxRoutesPerHome() * row_bytes;
+}
+
+size_t RankWorker::Workspace::Place(const Config& config, uint8_t* base) {
+  Carver carver(base);
+  const int64_t num_ranks = config.limits.num_ranks;
+  x = carver.Take<float>(group_rows * (config.max_hidden_size + kRowPadding));
+  h = carver.Take<float>(group_routes * (config.max_intermediate_size + kRowPadding));
+  y = carver.Take<float>(group_routes * config.max_hidden_size);
+  send = carver.Take<uint8_t>(num_ranks * message_bytes);
+  receive = carver.Take<uint8_t>(num_ranks * message_bytes);
+  answers = carver.Take<uint8_t>(num_ranks * answer_bytes);
+  for (ThreadScratch& thread : scratch) {
+    thread.gemm = carver.Take<float>(kGemmScratchFloats);
+    thread.first = carver.Take<float>(kItemTokens * kItemRows);
+    thread.second = carver.Take<float>(kItemTokens * kItemRows);
+    thread.x = carver.Take<const float*>(kItemTokens);
+  }
+  return carver.used();
+}
+
+int64_t RankWorker::WorkspaceBytes(const Config& config) {
+  return static_cast<int64_t>(Workspace(config).Place(config, nullptr));
+}
+
 RankWorker::RankWorker(const Config& config)
     : config_(config),
       threads_(config.num_threads, config.spin),
       home_(config.limits, *config.placement),
-      owned_(config.limits, config.placement->slots_per_rank()) {
+      owned_(config.limits, config.placement->slots_per_rank()),
+      work_(config) {
   const int32_t num_ranks = config.limits.num_ranks;
-  max_group_rows_ = int64_t{num_ranks} * config.limits.MaxRowsPerHome();
-  max_group_routes_ = int64_t{num_ranks} * config.limits.MaxRoutesPerHome();
-  if (num_ranks > 1) {
-    const int64_t row_bytes = config.max_hidden_size * int64_t{sizeof(float)};
-    message_bytes_ = int64_t{sizeof(DispatchHeader)} + config.limits.MaxRowsPerHome() * row_bytes +
-                     config.limits.MaxRoutesPerHome() * int64_t{sizeof(Route)};
-    message_bytes_ = CeilDiv(message_bytes_, 64) * 64;
-    answer_bytes_ = config.limits.MaxRoutesPerHome() * row_bytes;
-  }
-  row_source_.reserve(max_group_rows_);
+  row_source_.reserve(work_.group_rows);
   first_route_.resize(num_ranks + 1);
   active_.reserve(config.placement->slots_per_rank());
   sending_.resize(num_ranks);
   receiving_.resize(num_ranks);
   received_.resize(num_ranks);
-  scratch_.resize(config.num_threads);
-}
-
-size_t RankWorker::Place(uint8_t* base) {
-  Carver carver(base);
-  const int64_t num_ranks = config_.limits.num_ranks;
-  x_ = carver.Take<float>(max_group_rows_ * (config_.max_hidden_size + kRowPadding));
-  h_ = carver.Take<float>(max_group_routes_ * (config_.max_intermediate_size + kRowPadding));
-  y_ = carver.Take<float>(max_group_routes_ * config_.max_hidden_size);
-  send_ = carver.Take<uint8_t>(num_ranks * message_bytes_);
-  receive_ = carver.Take<uint8_t>(num_ranks * message_bytes_);
-  answers_ = carver.Take<uint8_t>(num_ranks * answer_bytes_);
-  for (ThreadScratch& scratch : scratch_) {
-    scratch.gemm = carver.Take<float>(kGemmScratchFloats);
-    scratch.first = carver.Take<float>(kItemTokens * kItemRows);
-    scratch.second = carver.Take<float>(kItemTokens * kItemRows);
-    scratch.x = carver.Take<const float*>(kItemTokens);
-  }
-  return carver.used();
 }
 
 absl::StatusOr<std::unique_ptr<RankWorker>> RankWorker::Create(const Config& config) {
-  auto worker = std::unique_ptr<RankWorker>(new RankWorker(config));
-  auto memory = MappedMemory::Create(worker->Place(nullptr), "the workspace of a rank");
+  auto memory =
+      MappedMemory::Create(static_cast<size_t>(WorkspaceBytes(config)), "the workspace of a rank");
   if (!memory.ok()) return memory.status();
+  auto worker = std::unique_ptr<RankWorker>(new RankWorker(config));
   worker->memory_ = *std::move(memory);
-  worker->Place(worker->memory_.data());
+  worker->work_.Place(config, worker->memory_.data());
   return worker;
 }
 
@@ -121,14 +129,15 @@ void RankWorker::BuildMessages(const MoeStep& step, int32_t num_rounds) {
   const int64_t row_bytes = spec_->hidden_size * DTypeBytes(step.input_dtype);
   const auto* hidden = static_cast<const uint8_t*>(step.ranks[config_.local_rank].hidden);
   for (int32_t rank = 0; rank < config_.limits.num_ranks; ++rank) {
-    receiving_[rank] = {receive_ + rank * message_bytes_, static_cast<size_t>(message_bytes_)};
+    receiving_[rank] = {work_.receive + rank * work_.message_bytes,
+                        static_cast<size_t>(work_.message_bytes)};
     if (rank == config_.rank) continue;
     const auto rows = home_.RowsTo(rank);
     const auto routes = home_.RoutesTo(rank);
     const DispatchHeader header{num_rounds, static_cast<int32_t>(rows.size()),
                                 static_cast<int32_t>(routes.size()),
                                 static_cast<int32_t>(row_bytes)};
-    uint8_t* const message = send_ + rank * message_bytes_;
+    uint8_t* const message = work_.send + rank * work_.message_bytes;
     uint8_t* at = message;
     std::memcpy(at, &header, sizeof(header));
     at += sizeof(header);
@@ -191,7 +200,7 @@ absl::Status RankWorker::ReadMessages(const MoeStep& step, int32_t* num_rounds) 
 void RankWorker::ConvertRows(const MoeStep& step) {
   const int64_t hidden_size = spec_->hidden_size;
   threads_.Run(static_cast<int64_t>(row_source_.size()), [&](int64_t row, int) {
-    float* x = x_ + row * (hidden_size + kRowPadding);
+    float* x = work_.x + row * (hidden_size + kRowPadding);
     if (step.input_dtype == DType::kF32) {
       std::memcpy(x, row_source_[row], hidden_size * sizeof(float));
       return;
@@ -233,10 +242,10 @@ void RankWorker::FirstLayer() {
   const int64_t h_stride = spec_->intermediate_size + kRowPadding;
   threads_.Run(ListItems(rows), [&](int64_t index, int thread) {
     if (limit_->Reached()) return;
-    const ThreadScratch& scratch = scratch_[thread];
+    const ThreadScratch& scratch = work_.scratch[thread];
     const Item item = ItemAt(index, rows);
     for (size_t n = 0; n < item.entries.size(); ++n) {
-      scratch.x[n] = x_ + item.entries[n].row * x_stride;
+      scratch.x[n] = work_.x + item.entries[n].row * x_stride;
     }
     GemmTask task;
     task.row_begin = item.row_begin;
@@ -253,7 +262,8 @@ void RankWorker::FirstLayer() {
     Fp4Gemm(task);
     for (size_t n = 0; n < item.entries.size(); ++n) {
       SwiGlu(scratch.first + n * kItemRows, scratch.second + n * kItemRows, spec_->swiglu_limit,
-             item.row_end - item.row_begin, h_ + item.entries[n].route * h_stride + item.row_begin);
+             item.row_end - item.row_begin,
+             work_.h + item.entries[n].route * h_stride + item.row_begin);
     }
   });
 }
@@ -263,10 +273,10 @@ void RankWorker::SecondLayer() {
   const int64_t h_stride = spec_->intermediate_size + kRowPadding;
   threads_.Run(ListItems(rows), [&](int64_t index, int thread) {
     if (limit_->Reached()) return;
-    const ThreadScratch& scratch = scratch_[thread];
+    const ThreadScratch& scratch = work_.scratch[thread];
     const Item item = ItemAt(index, rows);
     for (size_t n = 0; n < item.entries.size(); ++n) {
-      scratch.x[n] = h_ + item.entries[n].route * h_stride;
+      scratch.x[n] = work_.h + item.entries[n].route * h_stride;
     }
     GemmTask task;
     task.matrix = config_.weights->Get(config_.local_rank, layer_index_, item.slot, Matrix::kDown);
@@ -279,8 +289,8 @@ void RankWorker::SecondLayer() {
     task.scratch = scratch.gemm;
     Fp4Gemm(task);
     for (size_t n = 0; n < item.entries.size(); ++n) {
-      std::memcpy(y_ + item.entries[n].route * rows + item.row_begin, scratch.first + n * kItemRows,
-                  (item.row_end - item.row_begin) * sizeof(float));
+      std::memcpy(work_.y + item.entries[n].route * rows + item.row_begin,
+                  scratch.first + n * kItemRows, (item.row_end - item.row_begin) * sizeof(float));
     }
   });
 }
@@ -290,9 +300,10 @@ absl::Status RankWorker::Combine(const MoeStep& step, int32_t round) {
   const int64_t row_bytes = spec_->hidden_size * int64_t{sizeof(float)};
   for (int32_t rank = 0; rank < config_.limits.num_ranks; ++rank) {
     const int64_t routes = first_route_[rank + 1] - first_route_[rank];
-    sending_[rank] = {reinterpret_cast<const uint8_t*>(y_) + first_route_[rank] * row_bytes,
+    sending_[rank] = {reinterpret_cast<const uint8_t*>(work_.y) + first_route_[rank] * row_bytes,
                       static_cast<size_t>(routes * row_bytes)};
-    receiving_[rank] = {answers_ + rank * answer_bytes_, static_cast<size_t>(answer_bytes_)};
+    receiving_[rank] = {work_.answers + rank * work_.answer_bytes,
+                        static_cast<size_t>(work_.answer_bytes)};
   }
   const ExchangeTag tag{step.generation, step.step, round, ExchangePhase::kCombine};
   absl::Status status = config_.exchange->AllToAll(config_.rank, tag, sending_, receiving_,
@@ -311,9 +322,9 @@ absl::Status RankWorker::Combine(const MoeStep& step, int32_t round) {
 
 const float* RankWorker::AnswerRow(HomeRouting::Owner owner) const {
   if (owner.rank == config_.rank) {
-    return y_ + (first_route_[owner.rank] + owner.position) * spec_->hidden_size;
+    return work_.y + (first_route_[owner.rank] + owner.position) * spec_->hidden_size;
   }
-  return reinterpret_cast<const float*>(answers_ + owner.rank * answer_bytes_) +
+  return reinterpret_cast<const float*>(work_.answers + owner.rank * work_.answer_bytes) +
          owner.position * spec_->hidden_size;
 }
 

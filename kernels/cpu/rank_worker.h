@@ -46,6 +46,9 @@ class RankWorker {
 
   static absl::StatusOr<std::unique_ptr<RankWorker>> Create(const Config& config);
 
+  // What Create will map; needs no weights, placement or exchange.
+  static int64_t WorkspaceBytes(const Config& config);
+
   // A failure names the rank and the phase, and who waited for whom.
   absl::Status Run(const MoeStep& step, int32_t layer_index, const StepLimit& limit);
 
@@ -62,6 +65,24 @@ class RankWorker {
     float* second;
     const float** x;  // [kItemTokens]
   };
+  // One block of memory, sized for the worst routing.
+  struct Workspace {
+    explicit Workspace(const Config& config);
+    size_t Place(const Config& config, uint8_t* base);  // returns the bytes; null: only counts
+
+    int64_t group_rows = 0;
+    int64_t group_routes = 0;
+    int64_t message_bytes = 0;  // largest dispatch message; 0 where R = 1
+    int64_t answer_bytes = 0;   // largest combine message
+
+    float* x = nullptr;                  // [group rows, H + kRowPadding]
+    float* h = nullptr;                  // [group routes, I + kRowPadding]
+    float* y = nullptr;                  // [group routes, H], in order of arrival
+    uint8_t* send = nullptr;             // [R, message_bytes]
+    uint8_t* receive = nullptr;          // [R, message_bytes]
+    uint8_t* answers = nullptr;          // [R, answer_bytes]
+    std::vector<ThreadScratch> scratch;  // [num_threads]
+  };
   struct Active {  // a slot with routes
     int32_t slot;
     int64_t first_item;
@@ -73,7 +94,6 @@ class RankWorker {
   };
 
   explicit RankWorker(const Config& config);
-  size_t Place(uint8_t* base);
 
   absl::Status RunRound(const MoeStep& step, int32_t round, int32_t* num_rounds);
   void BuildMessages(const MoeStep& step, int32_t num_rounds);
@@ -93,20 +113,7 @@ class RankWorker {
   HomeRouting home_;
   OwnerRouting owned_;
   MappedMemory memory_;
-  // Sizes of the workspace, for the worst routing.
-  int64_t max_group_rows_ = 0;
-  int64_t max_group_routes_ = 0;
-  int64_t message_bytes_ = 0;  // largest dispatch message
-  int64_t answer_bytes_ = 0;   // largest combine message
-
-  // Pieces of memory_.
-  float* x_ = nullptr;          // [group rows, H + kRowPadding]
-  float* h_ = nullptr;          // [group routes, I + kRowPadding]
-  float* y_ = nullptr;          // [group routes, H], in order of arrival
-  uint8_t* send_ = nullptr;     // [R, message_bytes]; nothing where R = 1
-  uint8_t* receive_ = nullptr;  // [R, message_bytes]
-  uint8_t* answers_ = nullptr;  // [R, answer_bytes]
-  std::vector<ThreadScratch> scratch_;
+  Workspace work_;  // pieces of memory_
 
   // Of the step and round that run.
   const LayerSpec* spec_ = nullptr;

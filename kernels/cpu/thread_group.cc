@@ -34,12 +34,17 @@ bool SpinUntil(bool spin, Ready ready) {
 }  // namespace
 
 ThreadGroup::ThreadGroup(int num_threads, bool spin) : spin_(spin) {
-  for (int thread = 1; thread < num_threads; ++thread) {
-    helpers_.emplace_back([this, thread] { HelperLoop(thread); });
+  try {
+    for (int thread = 1; thread < num_threads; ++thread) {
+      helpers_.emplace_back([this, thread] { HelperLoop(thread); });
+    }
+  } catch (...) {
+    Stop();
+    throw;
   }
 }
 
-ThreadGroup::~ThreadGroup() {
+void ThreadGroup::Stop() {
   {
     std::lock_guard lock(mutex_);
     stop_ = true;

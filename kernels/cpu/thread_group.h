@@ -16,8 +16,9 @@ namespace expertd {
 class ThreadGroup {
  public:
   // `spin`: false where there are more threads than cores, a spinning helper would steal the core.
+  // Throws std::system_error if the system gives no more threads.
   ThreadGroup(int num_threads, bool spin);
-  ~ThreadGroup();
+  ~ThreadGroup() { Stop(); }
   ThreadGroup(const ThreadGroup&) = delete;
   ThreadGroup& operator=(const ThreadGroup&) = delete;
 
@@ -30,6 +31,7 @@ class ThreadGroup {
   void Run(int64_t num_items, Body body);
 
  private:
+  void Stop();
   void HelperLoop(int thread);
   void Work(const Body& body, int64_t num_items, int thread);
 

@@ -4,8 +4,10 @@
 #include <cmath>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "config/check.h"
 
 namespace expertd::cpu {
 namespace {
@@ -30,28 +32,33 @@ bool AnyNanScale(Recipe recipe, const uint8_t* scales, int64_t count) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<WeightStore>> WeightStore::Create(
-    std::vector<LayerSpec> layers, std::shared_ptr<const Placement> placement, int32_t first_rank,
-    int32_t num_ranks) {
-  auto store = std::unique_ptr<WeightStore>(new WeightStore);
-  store->layers_ = std::move(layers);
-  store->placement_ = std::move(placement);
-  store->first_rank_ = first_rank;
-  store->num_ranks_ = num_ranks;
-  const auto num_layers = static_cast<int32_t>(store->layers_.size());
-  store->cells_ = std::vector<Cell>(static_cast<size_t>(num_ranks) * num_layers *
-                                    store->placement_->slots_per_rank() * kNumMatrices);
+WeightStore::WeightStore(std::vector<LayerSpec> layers, std::shared_ptr<const Placement> placement,
+                         int32_t first_rank, int32_t num_ranks)
+    : layers_(std::move(layers)),
+      placement_(std::move(placement)),
+      first_rank_(first_rank),
+      num_ranks_(num_ranks),
+      cells_(static_cast<size_t>(num_ranks) * layers_.size() * placement_->slots_per_rank() *
+             kNumMatrices) {
   for (int32_t rank = 0; rank < num_ranks; ++rank) {
-    for (int32_t layer = 0; layer < num_layers; ++layer) {
-      const size_t bytes = store->PlaceCells(rank, layer, nullptr);
-      auto memory = MappedMemory::Create(bytes, "weights");
-      if (!memory.ok()) return memory.status();
-      store->PlaceCells(rank, layer, memory->data());
-      store->memory_.push_back(*std::move(memory));
-      store->bytes_ += static_cast<int64_t>(bytes);
+    for (size_t layer = 0; layer < layers_.size(); ++layer) {
+      bytes_ += static_cast<int64_t>(PlaceCells(rank, static_cast<int32_t>(layer), nullptr));
     }
   }
-  return store;
+}
+
+absl::Status WeightStore::Map() {
+  EXPERTD_CHECK(memory_.empty());
+  for (int32_t rank = 0; rank < num_ranks_; ++rank) {
+    for (size_t i = 0; i < layers_.size(); ++i) {
+      const auto layer = static_cast<int32_t>(i);
+      auto memory = MappedMemory::Create(PlaceCells(rank, layer, nullptr), "weights");
+      if (!memory.ok()) return memory.status();
+      PlaceCells(rank, layer, memory->data());
+      memory_.push_back(*std::move(memory));
+    }
+  }
+  return absl::OkStatus();
 }
 
 // Returns the bytes of the (rank, layer); with a base also sets the cells.

@@ -17,10 +17,12 @@ namespace expertd::cpu {
 // only.
 class WeightStore final : public WeightSink {
  public:
-  // Ranks [first_rank, first_rank + num_ranks) of the placement.
-  static absl::StatusOr<std::unique_ptr<WeightStore>> Create(
-      std::vector<LayerSpec> layers, std::shared_ptr<const Placement> placement, int32_t first_rank,
-      int32_t num_ranks);
+  // Ranks [first_rank, first_rank + num_ranks) of the placement. bytes() is known from here on.
+  WeightStore(std::vector<LayerSpec> layers, std::shared_ptr<const Placement> placement,
+              int32_t first_rank, int32_t num_ranks);
+
+  // Maps the memory; once, before the first Reserve.
+  absl::Status Map();
 
   // Never blocks; the deadline is not needed.
   absl::StatusOr<MatrixBuffers> Reserve(const MatrixId& id, absl::Time deadline) override;
@@ -47,7 +49,6 @@ class WeightStore final : public WeightSink {
     uint8_t* scales = nullptr;
   };
 
-  WeightStore() = default;
   size_t CellIndex(int32_t rank, int32_t layer_index, int32_t slot, Matrix matrix) const {
     return ((static_cast<size_t>(rank) * layers_.size() + layer_index) *
                 placement_->slots_per_rank() +
@@ -58,10 +59,10 @@ class WeightStore final : public WeightSink {
   size_t PlaceCells(int32_t rank, int32_t layer_index, uint8_t* base);
   absl::StatusOr<Cell*> FindCell(const MatrixId& id);
 
-  std::vector<LayerSpec> layers_;
-  std::shared_ptr<const Placement> placement_;
-  int32_t first_rank_ = 0;
-  int32_t num_ranks_ = 0;
+  const std::vector<LayerSpec> layers_;
+  const std::shared_ptr<const Placement> placement_;
+  const int32_t first_rank_;
+  const int32_t num_ranks_;
   int64_t bytes_ = 0;
   std::vector<MappedMemory> memory_;  // [num_ranks * layers]
   std::vector<Cell> cells_;           // [num_ranks][layers][slots][matrices]

@@ -1,6 +1,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
+#include <cstdio>
+#include <cstdlib>
 #include <future>
 #include <memory>
 #include <string>
@@ -299,6 +302,52 @@ TEST(CpuBackendLifecycle, WrongOptionsAreRefused) {
   options = Options(2);
   options.exchange = MakeInProcessExchange(3);
   EXPECT_EQ(code(options), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(CpuBackendLifecycle, WhatDoesNotFitIsRefusedWithTheLargestThatDoes) {
+  auto options = Options(2);
+  options.common.max_tokens_per_rank = 4096;
+  const int64_t whole = [&] {
+    const auto backend = *cpu::MakeCpuBackend(options);
+    return backend->info().weight_bytes + backend->info().workspace_bytes;
+  }();
+  options.memory_limit = {whole + limits::kCpuReserveBytes, "of the test"};
+  EXPECT_TRUE(cpu::MakeCpuBackend(options).ok());
+
+  options.memory_limit.bytes -= 1;
+  absl::Status status = cpu::MakeCpuBackend(options).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(status.message()),
+              ::testing::StartsWith(absl::StrCat("memory: ", whole, " bytes needed (weights ")));
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr(absl::StrCat("found ", options.memory_limit.bytes, " of the test")));
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("the largest max_tokens_per_rank that fits is 4095"));
+  options.common.max_tokens_per_rank = 4095;
+  EXPECT_TRUE(cpu::MakeCpuBackend(options).ok());
+
+  options.memory_limit.bytes = limits::kCpuReserveBytes + 1;
+  status = cpu::MakeCpuBackend(options).status();
+  EXPECT_THAT(std::string(status.message()), HasSubstr("no max_tokens_per_rank fits"));
+}
+
+// In a process of its own, which may not map as many stacks as it wants.
+TEST(CpuBackendLifecycleDeathTest, TooFewThreadsAreAStatus) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "sanitizers need the address space";
+#endif
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto make = [] {
+    const rlimit space = {1 << 30, 1 << 30};
+    if (setrlimit(RLIMIT_AS, &space) != 0) std::exit(1);
+    auto options = Options(1);
+    options.common.num_threads = limits::kMaxThreads;
+    const absl::Status status = cpu::MakeCpuBackend(options).status();
+    std::fprintf(stderr, "%s\n", status.ToString().c_str());
+    std::exit(0);
+  };
+  EXPECT_EXIT(make(), ::testing::ExitedWithCode(0),
+              "RESOURCE_EXHAUSTED: threads: the system gives no more");
 }
 
 TEST(CpuBackendLifecycle, InfoTellsWhatIsHeld) {

@@ -15,9 +15,11 @@ namespace {
 using ::testing::HasSubstr;
 
 std::unique_ptr<WeightStore> Store(const LayerSpec& spec, int32_t num_ranks = 2) {
-  return *WeightStore::Create(
-      {spec}, std::make_shared<const Placement>(*Placement::Contiguous(3, num_ranks)), 0,
-      num_ranks);
+  auto store = std::make_unique<WeightStore>(
+      std::vector<LayerSpec>{spec},
+      std::make_shared<const Placement>(*Placement::Contiguous(3, num_ranks)), 0, num_ranks);
+  EXPECT_TRUE(store->Map().ok());
+  return store;
 }
 
 const LayerSpec kMx = testing::MakeSpec(Recipe::kMxfp4, 64, 32, 3);
@@ -59,10 +61,9 @@ TEST(WeightStore, FinishListsWhatIsMissing) {
 }
 
 TEST(WeightStore, ALongListIsCutAndCounted) {
-  const absl::Status status =
-      (*WeightStore::Create({testing::MakeSpec(Recipe::kMxfp4, 64, 32, 9)},
-                            std::make_shared<const Placement>(*Placement::Contiguous(9, 1)), 0, 1))
-          ->Finish();
+  WeightStore store({testing::MakeSpec(Recipe::kMxfp4, 64, 32, 9)},
+                    std::make_shared<const Placement>(*Placement::Contiguous(9, 1)), 0, 1);
+  const absl::Status status = store.Finish();
   EXPECT_THAT(std::string(status.message()), HasSubstr("27 matrices"));
   EXPECT_THAT(std::string(status.message()), HasSubstr("; ..."));
 }
