@@ -34,12 +34,15 @@ absl::Status Batcher::Add(const std::shared_ptr<Call>& call, absl::Time now) {
   if (call->deadline != absl::InfiniteFuture()) {
     deadlines_.emplace(std::make_pair(call->deadline, call->ticket), call->view.key);
   }
+  if (call->stream != nullptr) ++stream_calls_[call->stream];
   ++num_queued_;
   return absl::OkStatus();
 }
 
 void Batcher::Erase(std::map<BatchKey, Queue>::iterator queue, const Call& call) {
   deadlines_.erase({call.deadline, call.ticket});
+  const auto stream = stream_calls_.find(call.stream);
+  if (stream != stream_calls_.end() && --stream->second == 0) stream_calls_.erase(stream);
   queue->second.rows -= call.view.num_tokens;
   --num_queued_;
   queue->second.calls.erase(call.ticket);
@@ -95,6 +98,7 @@ std::vector<std::shared_ptr<Call>> Batcher::TakeAll() {
   }
   queues_.clear();
   deadlines_.clear();
+  stream_calls_.clear();
   num_queued_ = 0;
   return all;
 }
@@ -124,6 +128,11 @@ absl::Time Batcher::NextDeadline() const {
 int64_t Batcher::num_queued() const {
   std::lock_guard lock(mutex_);
   return num_queued_;
+}
+
+int32_t Batcher::num_waiting_streams() const {
+  std::lock_guard lock(mutex_);
+  return static_cast<int32_t>(stream_calls_.size());
 }
 
 }  // namespace expertd

@@ -53,6 +53,7 @@ class Batcher {
   std::vector<QueuedBatch> Queued() const;
   absl::Time NextDeadline() const;  // absl::InfiniteFuture() if no queued call has one
   int64_t num_queued() const;
+  int32_t num_waiting_streams() const;  // streams with a queued call
   int64_t inflight_bytes() const { return budget_->used(); }
 
  private:
@@ -73,6 +74,7 @@ class Batcher {
   int64_t num_queued_ = 0;
   std::map<BatchKey, Queue> queues_;  // no empty ones
   std::map<std::pair<absl::Time, uint64_t>, BatchKey> deadlines_;
+  std::map<const void*, int64_t> stream_calls_;  // queued ones of a stream; no zeros
 };
 
 }  // namespace expertd

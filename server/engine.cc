@@ -29,17 +29,6 @@ std::chrono::system_clock::time_point ToChrono(absl::Time time) {
   return absl::ToChronoTime(std::min(time, absl::Now() + absl::Hours(24)));
 }
 
-internal::v1::Pending ToPending(const std::vector<QueuedBatch>& queued, absl::Time now) {
-  internal::v1::Pending pending;
-  for (const QueuedBatch& batch : queued) {
-    internal::v1::PendingBatch* message = pending.add_batches();
-    *message->mutable_key() = ToProto(batch.key);
-    message->set_rows(batch.rows);
-    message->set_oldest_age_us(absl::ToInt64Microseconds(now - batch.oldest));
-  }
-  return pending;
-}
-
 }  // namespace
 
 Engine::Engine(const Options& options, Metrics* metrics, OnHealth on_health)
@@ -84,6 +73,11 @@ void Engine::Cancel(Call& call) {
   if (!call.AnswerIfQueued(absl::CancelledError("cancelled while queued"))) return;
   metrics_->CancelledInQueue();
   batcher_.Remove(call);
+  Wake();
+}
+
+void Engine::StreamClosed() {
+  --open_streams_;
   Wake();
 }
 
@@ -155,10 +149,23 @@ absl::Time Engine::NextWake() const {
   return next;
 }
 
+internal::v1::Pending Engine::MakePending(absl::Time now) const {
+  internal::v1::Pending pending;
+  for (const QueuedBatch& batch : batcher_.Queued()) {
+    internal::v1::PendingBatch* message = pending.add_batches();
+    *message->mutable_key() = ToProto(batch.key);
+    message->set_rows(batch.rows);
+    message->set_oldest_age_us(absl::ToInt64Microseconds(now - batch.oldest));
+  }
+  pending.set_open_streams(open_streams_);
+  pending.set_waiting_streams(batcher_.num_waiting_streams());
+  return pending;
+}
+
 void Engine::LaunchSteps() {
   while (true) {
     const absl::Time now = absl::Now();
-    group_->Report(ToPending(batcher_.Queued(), now), now);
+    group_->Report(MakePending(now), now);
     const std::optional<internal::v1::Step> step = group_->TakeStep(now);
     if (!step.has_value()) return;
     AnswerExpired(absl::Now());

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -52,6 +53,11 @@ class Engine {
   // staged or launched runs on and only its answer is lost.
   void Cancel(Call& call);
 
+  // Any thread. A step that waits for more requests stops waiting once every open stream has one
+  // queued (Call::stream).
+  void StreamOpened() { ++open_streams_; }
+  void StreamClosed();
+
   // Waits until nothing is queued or running; false if `deadline` came first.
   bool Drain(absl::Time deadline);
 
@@ -85,12 +91,14 @@ class Engine {
   void RefuseQueued(const absl::Status& status);
   void FormIfClosed();
   absl::Time NextWake() const;
+  internal::v1::Pending MakePending(absl::Time now) const;
   void Wake();
 
   const Options options_;
   Metrics* const metrics_;
   const OnHealth on_health_;
   Batcher batcher_;
+  std::atomic<int32_t> open_streams_{0};
 
   // The engine's thread only.
   std::unique_ptr<Backend> backend_;

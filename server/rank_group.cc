@@ -30,6 +30,8 @@ uint64_t LocalRankGroup::FirstGeneration(absl::Time start) {
 }
 
 void LocalRankGroup::Report(const internal::v1::Pending& pending, absl::Time now) {
+  all_streams_wait_ =
+      pending.open_streams() > 0 && pending.waiting_streams() >= pending.open_streams();
   waiting_.clear();
   for (const auto& batch : pending.batches()) {
     waiting_[FromProto(batch.key())] = {batch.rows(),
@@ -38,8 +40,8 @@ void LocalRankGroup::Report(const internal::v1::Pending& pending, absl::Time now
 }
 
 absl::Time LocalRankGroup::EligibleAt(const Waiting& waiting) const {
-  return waiting.rows >= options_.target_rows ? waiting.oldest
-                                              : waiting.oldest + options_.batch_wait;
+  const bool due = all_streams_wait_ || waiting.rows >= options_.target_rows;
+  return due ? waiting.oldest : waiting.oldest + options_.batch_wait;
 }
 
 std::optional<internal::v1::Step> LocalRankGroup::TakeStep(absl::Time now) {

@@ -46,7 +46,8 @@ class LocalRankGroup final : public RankGroup {
  public:
   struct Options {
     uint64_t first_generation = 0;  // FirstGeneration(start time)
-    // A step is announced when its oldest request waited this long or its rows fill a step.
+    // A step is announced when its oldest request waited this long, its rows fill a step, or every
+    // open stream has a request queued: then nobody is left to wait for.
     absl::Duration batch_wait = absl::ZeroDuration();
     int64_t target_rows = 0;
   };
@@ -79,6 +80,7 @@ class LocalRankGroup final : public RankGroup {
   uint64_t next_step_ = 0;  // announced are [0, next_step_)
   uint64_t done_ = 0;       // ended are [0, done_)
   std::map<BatchKey, Waiting> waiting_;
+  bool all_streams_wait_ = false;
   std::optional<internal::v1::Close> closed_;
 };
 

@@ -101,6 +101,9 @@ class Call {
   const RequestView view;
   const absl::Time deadline;  // absl::InfiniteFuture() = none
 
+  // The ForwardStream that it came in, if any; set before Submit and only compared.
+  const void* stream = nullptr;
+
   // Set by Batcher::Add, under its lock, before another thread can see them.
   absl::Time accepted_at;
   uint64_t ticket = 0;  // order of arrival

@@ -15,6 +15,7 @@ namespace expertd {
 StreamReactor::StreamReactor(ExpertServiceImpl* service, const ServiceContext& context,
                              absl::Time deadline)
     : service_(service), context_(context), deadline_(deadline) {
+  context_.engine->StreamOpened();
   std::unique_lock lock(mutex_);
   Advance(lock);
 }
@@ -35,6 +36,8 @@ void StreamReactor::OnReadDone(bool ok) {
       Advance(lock);
       return;
     }
+    // Ended while this read was under way: nobody would keep this object until the answer.
+    if (finished_) return;
     item = std::make_shared<Item>();
     item->request.Swap(&incoming_);
     item->received_at = absl::Now();
@@ -87,6 +90,7 @@ void StreamReactor::Accept(const std::shared_ptr<Item>& item) {
     }
     Answered(held, answer.status);
   });
+  call->stream = this;
   bool gone;
   {
     std::lock_guard lock(mutex_);
@@ -163,6 +167,7 @@ void StreamReactor::OnCancel() {
 
 void StreamReactor::OnDone() {
   service_->Forget(this);
+  context_.engine->StreamClosed();
   delete this;
 }
 

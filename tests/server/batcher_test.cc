@@ -112,6 +112,23 @@ TEST(Batcher, ExpiredCallsLeaveEarliestFirst) {
   EXPECT_EQ(batcher.num_queued(), 1);
 }
 
+TEST(Batcher, AStreamWaitsWhileItHasACallInTheQueue) {
+  Batcher batcher(Roomy());
+  const int first = 0, second = 0;  // their addresses stand for streams
+  TestCall a(NumbersRequest(0, 1, 1)), b(NumbersRequest(1, 1, 1)), c(NumbersRequest(1, 1, 1));
+  TestCall unary(NumbersRequest(0, 1, 1));
+  a.call()->stream = b.call()->stream = &first;
+  c.call()->stream = &second;
+  for (TestCall* call : {&a, &b, &c, &unary}) ASSERT_TRUE(batcher.Add(call->call(), kNow).ok());
+  EXPECT_EQ(batcher.num_waiting_streams(), 2);
+  batcher.Take(kLayer0, 16);
+  EXPECT_EQ(batcher.num_waiting_streams(), 2);
+  EXPECT_TRUE(batcher.Remove(*b.call()));
+  EXPECT_EQ(batcher.num_waiting_streams(), 1);
+  batcher.TakeAll();
+  EXPECT_EQ(batcher.num_waiting_streams(), 0);
+}
+
 TEST(Batcher, AClosedOneRefusesWithTheReasonUntilItOpens) {
   Batcher batcher(Roomy());
   TestCall a(NumbersRequest(0, 1, 1)), b(NumbersRequest(0, 1, 1));

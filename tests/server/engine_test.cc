@@ -328,6 +328,26 @@ TEST_F(EngineTest, ABatchWaitGathersRequests) {
   EXPECT_EQ(control_->Steps()[0].rows(), 3);
 }
 
+TEST_F(EngineTest, ABatchWaitEndsWhenEveryOpenStreamHasARequest) {
+  Engine::Options options = Defaults();
+  options.batch_wait = absl::Seconds(300);  // longer than a call waits here
+  Start(options);
+  engine_->StreamOpened();
+  engine_->StreamOpened();
+  TestCall a(NumbersRequest(0, 1, 1)), b(NumbersRequest(0, 2, 1)), c(NumbersRequest(0, 3, 1));
+  a.call()->stream = c.call()->stream = &a;
+  b.call()->stream = &b;
+  engine_->Submit(a.call());
+  engine_->Submit(b.call());
+  EXPECT_TRUE(a.Wait().ok());
+  EXPECT_TRUE(b.Wait().ok());
+  ASSERT_EQ(control_->Steps().size(), 1u);
+  engine_->Submit(c.call());
+  engine_->StreamClosed();  // b's: only a's is left
+  EXPECT_TRUE(c.Wait().ok());
+  engine_->StreamClosed();
+}
+
 TEST_F(EngineTest, ManyThreadsSubmitCancelAndExpireAndEachGetsOneAnswer) {
   Start();
   std::atomic<int> served{0};

@@ -114,6 +114,23 @@ TEST(RankGroup, ABatchWaitsUntilItsTimeOrItsRowsAreFull) {
   EXPECT_TRUE(group.TakeStep(kNow).has_value());
 }
 
+TEST(RankGroup, ABatchDoesNotWaitOnceEveryOpenStreamHasARequest) {
+  LocalRankGroup::Options options = NoWait();
+  options.batch_wait = absl::Microseconds(100);
+  options.target_rows = 8;
+  LocalRankGroup group(options);
+  Pending pending = One(0, 2, absl::ZeroDuration());
+  group.Report(pending, kNow);
+  EXPECT_FALSE(group.TakeStep(kNow).has_value()) << "no streams: the rule says nothing";
+  pending.set_open_streams(3);
+  pending.set_waiting_streams(2);
+  group.Report(pending, kNow);
+  EXPECT_FALSE(group.TakeStep(kNow).has_value());
+  pending.set_waiting_streams(3);
+  group.Report(pending, kNow);
+  EXPECT_TRUE(group.TakeStep(kNow).has_value());
+}
+
 TEST(RankGroup, AReportReplacesTheOneBefore) {
   LocalRankGroup group(NoWait());
   group.Report(One(0, 1, absl::ZeroDuration()), kNow);
