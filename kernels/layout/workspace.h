@@ -4,10 +4,11 @@
 
 #include "kernels/layout/host_device.h"
 
-// Device memory of one rank beside the weights, one layout for host and device, pooled over all layers.
-// Sized for the worst routing: every route of the group to this rank. Zeroed once when it is allocated;
-// after that every word is compared with the step that wrote it, and nothing is reset. A step that left
-// a fault record ends the workspace: it is zeroed (or allocated anew) before the next step.
+// Device memory of one rank beside the weights, one layout for host and device, pooled over all
+// layers. Sized for the worst routing: every route of the group to this rank. Zeroed once when it
+// is allocated; after that every word is compared with the step that wrote it, and nothing is
+// reset. A step that left a fault record ends the workspace: it is zeroed (or allocated anew)
+// before the next step.
 namespace expertd::layout {
 
 struct WorkspaceShape {
@@ -39,9 +40,10 @@ struct WorkspaceHead {
 // Byte offsets from the workspace's base; every region starts on 256 bytes.
 struct WorkspaceOffsets {
   int64_t head = 0;
-  int64_t routes = 0;    // [kMaxCtas][max_routes] u32: route (t * K + k) by slot, in route order
-  int64_t present = 0;   // [kMaxCtas][max_routes] u8: whether this rank computes the route
-  int64_t fc1_done = 0;  // [max_token_tiles][fc1_stride] u32: step in which that 64-row tile was written
+  int64_t routes = 0;   // [kMaxCtas][max_routes] u32: route (t * K + k) by slot, in route order
+  int64_t present = 0;  // [kMaxCtas][max_routes] u8: whether this rank computes the route
+  int64_t fc1_done =
+      0;  // [max_token_tiles][fc1_stride] u32: step in which that 64-row tile was written
   int64_t fc2_done = 0;  // [max_token_tiles][fc2_stride] u32
   int64_t h = 0;         // [max_routes][I] BF16, in the order of `routes`
   int64_t y = 0;         // [max_routes][H] BF16, by route
@@ -49,8 +51,8 @@ struct WorkspaceOffsets {
   int64_t max_routes = 0;
 };
 
-// Every CTA sorts the routes for itself; a copy each, for 132 of them that write the same words slow each
-// other down by 20 us at 1500 routes.
+// Every CTA sorts the routes for itself; a copy each, for 132 of them that write the same words
+// slow each other down by 20 us at 1500 routes.
 inline constexpr int kMaxCtas = 144;  // SMs of the largest Hopper part
 
 // 64-row tiles of one token tile, padded so that four flags are one 16-byte load.

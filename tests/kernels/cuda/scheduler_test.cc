@@ -1,0 +1,136 @@
+#include "kernels/cuda/moe_layer/scheduler.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <random>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "gtest/gtest.h"
+
+namespace expertd::cuda::moe_layer {
+namespace {
+
+struct Shape {
+  int intermediate;
+  int hidden;
+  int cap;
+  int num_ctas;
+};
+
+// The tables that the kernel builds from the routes of each slot.
+std::vector<uint32_t> TileBegin(const std::vector<int>& routes, int cap) {
+  std::vector<uint32_t> begin(1, 0);
+  for (const int count : routes) {
+    begin.push_back(begin.back() + static_cast<uint32_t>(NumTokenTiles(count, cap)));
+  }
+  return begin;
+}
+
+// Every (slot, token tile, 64-row tile) of both phases comes exactly once, and what an FC2 tile
+// waits for comes before it.
+void ExpectCompleteAndOrdered(const std::vector<int>& routes, const Shape& shape) {
+  const int num_slots = static_cast<int>(routes.size());
+  const auto tile_begin = TileBegin(routes, shape.cap);
+  const int fc1_rows = shape.intermediate / 32;
+  const int fc2_rows = shape.hidden / 64;
+  const Schedule schedule =
+      MakeSchedule(tile_begin.data(), num_slots, fc1_rows, fc2_rows, shape.num_ctas);
+  std::map<std::tuple<int, int, int>, uint32_t> seen;  // (phase, token tile, row tile) -> index
+  std::vector<int> fc1_written(tile_begin.back(), 0);
+  for (uint32_t index = 0; index < schedule.num_tiles; ++index) {
+    const Tile tile = TileAt(schedule, tile_begin.data(), index);
+    ASSERT_GE(tile.slot, 0);
+    ASSERT_LT(tile.slot, num_slots);
+    ASSERT_EQ(tile.token_tile, static_cast<int>(tile_begin[tile.slot]) + tile.tile_in_slot);
+    ASSERT_LT(tile.token_tile, static_cast<int>(tile_begin[tile.slot + 1]));
+    ASSERT_GE(tile.num_row_tiles, 1);
+    ASSERT_LE(tile.num_row_tiles, 4);
+    ASSERT_EQ(tile.first_row_tile / 4, (tile.first_row_tile + tile.num_row_tiles - 1) / 4)
+        << "a tile lies in one group of the packed layout";
+    for (int r = 0; r < tile.num_row_tiles; ++r) {
+      const auto key =
+          std::tuple(static_cast<int>(tile.phase), tile.token_tile, tile.first_row_tile + r);
+      ASSERT_TRUE(seen.emplace(key, index).second) << "twice: index " << index;
+    }
+    if (tile.phase == Phase::kFc1) {
+      fc1_written[tile.token_tile] += tile.num_row_tiles;
+    } else {
+      ASSERT_EQ(fc1_written[tile.token_tile], fc1_rows) << "FC2 tile " << index << " is too early";
+    }
+  }
+  EXPECT_EQ(seen.size(), static_cast<size_t>(tile_begin.back()) * (fc1_rows + fc2_rows));
+}
+
+const Shape kShapes[] = {{3072, 7168, 16, 132}, {2048, 7168, 80, 132}, {2880, 2880, 24, 132},
+                         {64, 64, 8, 132},      {1536, 4096, 16, 1},   {192, 320, 48, 7}};
+
+TEST(Scheduler, EvenRoutingIsCoveredOnce) {
+  for (const Shape& shape : kShapes) {
+    for (int routes : {1, 8, 17, 100}) {
+      ExpectCompleteAndOrdered(std::vector<int>(48, routes), shape);
+    }
+  }
+}
+
+TEST(Scheduler, RandomAndSkewedRoutingIsCoveredOnce) {
+  std::mt19937 random(7);
+  for (const Shape& shape : kShapes) {
+    for (int round = 0; round < 30; ++round) {
+      std::vector<int> routes(1 + random() % 64);
+      for (int& count : routes) {
+        count = random() % 3 == 0 ? 0 : static_cast<int>(random() % (random() % 5 == 0 ? 500 : 20));
+      }
+      ExpectCompleteAndOrdered(routes, shape);
+    }
+  }
+}
+
+TEST(Scheduler, NoRoutesMeanNoTiles) {
+  for (const Shape& shape : kShapes) ExpectCompleteAndOrdered(std::vector<int>(9, 0), shape);
+}
+
+TEST(Scheduler, EverythingToTheFirstOrTheLastOfManySlotsIsCoveredOnce) {
+  for (const int slot : {0, 1023}) {
+    std::vector<int> routes(1024, 0);
+    routes[slot] = 8192;
+    ExpectCompleteAndOrdered(routes, kShapes[0]);
+  }
+}
+
+TEST(Scheduler, TheEndOfTheListHasLowTilesSoThatCtasFinishTogether) {
+  const std::vector<int> routes(48, 8);
+  const auto tile_begin = TileBegin(routes, 16);
+  const Schedule schedule = MakeSchedule(tile_begin.data(), 48, 96, 112, 132);
+  EXPECT_EQ(TileAt(schedule, tile_begin.data(), 0).num_row_tiles, 4);
+  EXPECT_EQ(TileAt(schedule, tile_begin.data(), schedule.num_tiles - 1).num_row_tiles, 2);
+}
+
+TEST(TokenTiles, HoldAllRoutesAndNoTileIsEmptyOrOverTheCap) {
+  for (int cap = 8; cap <= 80; cap += 8) {
+    for (int routes = 0; routes <= 400; ++routes) {
+      const int tiles = NumTokenTiles(routes, cap);
+      const int rows = TokenTileRows(routes, cap);
+      ASSERT_EQ(rows % 8, 0);
+      ASSERT_LE(rows, cap);
+      ASSERT_GE(tiles * rows, routes);
+      if (tiles > 0) {
+        ASSERT_LT((tiles - 1) * rows, routes) << routes << " by " << cap;
+      }
+    }
+  }
+}
+
+TEST(TokenTiles, WidthIsTheSmallestThatHoldsTheRows) {
+  EXPECT_EQ((RoundUp<8, 16, 24>(1)), 8);
+  EXPECT_EQ((RoundUp<8, 16, 24>(8)), 8);
+  EXPECT_EQ((RoundUp<8, 16, 24>(9)), 16);
+  EXPECT_EQ((RoundUp<8, 16, 24>(24)), 24);
+  EXPECT_EQ((RoundUp<64, 72, 80>(3)), 64);
+}
+
+}  // namespace
+}  // namespace expertd::cuda::moe_layer
