@@ -91,7 +91,7 @@ class CallTest(ToolTest):
         for arguments, parts in (
                 (("--layer", "9"), ["layer", "9", "0, 1"]),
                 (("--self-test", "9"), ["layer", "9"]),
-                (("--layer", "0", "--tokens", "2049"), ["num_tokens", "2049", "2048"]),
+                (("--layer", "0", "--tokens", "2049"), ["num_tokens", "2049", str(1024 * harness.RANKS)]),
                 (("--self-test", "0", "--tokens", "99"), ["num_tokens", "99"])):
             _, error = self.call(*arguments, status=1)
             self.assertEqual(1, len(error.splitlines()), error)
