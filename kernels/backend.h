@@ -31,7 +31,8 @@ struct MatrixBuffers {
   absl::Span<uint8_t> scales;
 };
 
-// Takes the canonical matrices of a checkpoint; packing is the backend's business.
+// Takes the canonical matrices of a checkpoint; packing is the backend's business. Block scales
+// were checked by the loader: none is NaN, and an MXFP4 block outside 2^-100..2^60 is zero.
 // Thread-safe for different MatrixIds. Each id: Reserve, fill, then Commit once. Both may block
 // while a bounded staging pool is full, at most until `deadline`.
 class WeightSink {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <string>
 #include <utility>
 
@@ -17,17 +16,6 @@ constexpr int kMaxListed = 20;  // missing matrices named in Finish's message; t
 std::string Describe(const MatrixId& id) {
   return absl::StrCat("rank ", id.rank, " layer ", id.layer, " slot ", id.slot, " ",
                       std::string(MatrixName(id.matrix)));
-}
-
-bool IsNanScale(Recipe recipe, uint8_t byte) {
-  return recipe == Recipe::kMxfp4 ? byte == 0xff : (byte & 0x7f) == 0x7f;
-}
-
-bool AnyNanScale(Recipe recipe, const uint8_t* scales, int64_t count) {
-  if (recipe == Recipe::kMxfp4) return std::memchr(scales, 0xff, count) != nullptr;
-  int found = 0;  // no early exit: the loop is vectorised
-  for (int64_t i = 0; i < count; ++i) found |= (scales[i] & 0x7f) == 0x7f;
-  return found != 0;
 }
 
 }  // namespace
@@ -112,8 +100,6 @@ absl::StatusOr<MatrixBuffers> WeightStore::Reserve(const MatrixId& id, absl::Tim
                        {c.scales, static_cast<size_t>(c.shape.ScaleBytes(c.view.recipe))}};
 }
 
-// A NaN scale over a block of zeros is harmless in the file but 0 * NaN in arithmetic: the scale
-// becomes 0. Over anything else the matrix is refused.
 absl::Status WeightStore::Commit(const MatrixId& id, float second_level) {
   auto found = FindCell(id);
   if (!found.ok()) return found.status();
@@ -124,21 +110,6 @@ absl::Status WeightStore::Commit(const MatrixId& id, float second_level) {
   if (!std::isfinite(second_level) || second_level <= 0) {
     return absl::InvalidArgumentError(absl::StrCat(Describe(id), ": second-level scale is ",
                                                    second_level, ", must be finite and positive"));
-  }
-  const Recipe recipe = cell.view.recipe;
-  const int64_t num_blocks = cell.shape.ScaleBytes(recipe);
-  if (AnyNanScale(recipe, cell.scales, num_blocks)) {
-    const int64_t block_bytes = ScaleGroup(recipe) / 2;
-    for (int64_t block = 0; block < num_blocks; ++block) {
-      if (!IsNanScale(recipe, cell.scales[block])) continue;
-      for (int64_t i = 0; i < block_bytes; ++i) {
-        if ((cell.codes[block * block_bytes + i] & 0x77) != 0) {
-          return absl::InvalidArgumentError(
-              absl::StrCat(Describe(id), ": the scale of block ", block, " is NaN"));
-        }
-      }
-      cell.scales[block] = 0;
-    }
   }
   cell.view.second_level = second_level;
   cell.state.store(State::kCommitted, std::memory_order_release);

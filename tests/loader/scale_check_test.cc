@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
 namespace expertd {
@@ -44,6 +46,34 @@ TEST(ScaleCheckTest, OnlyNanE4m3BytesAreRefused) {
     EXPECT_EQ(bad.value_or("block scale [2, 3]: found NaN").find("block scale [2, 3]: found NaN"),
               0u);
   }
+}
+
+TEST(ScaleCheckTest, ABadScaleIsFoundWhereverItLies) {
+  constexpr MatrixShape kOdd = {.out = 13, .in = 32 * 11};  // 143 and 286 scales: no round number
+  for (const Recipe recipe : {Recipe::kMxfp4, Recipe::kNvfp4}) {
+    const auto columns = static_cast<size_t>(kOdd.in / ScaleGroup(recipe));
+    std::vector<uint8_t> codes(static_cast<size_t>(kOdd.CodeBytes()), 0x11);
+    std::vector<uint8_t> scales(static_cast<size_t>(kOdd.ScaleBytes(recipe)), 100);
+    ASSERT_FALSE(FindBadBlockScale(recipe, kOdd, codes, scales).has_value());
+    for (size_t i = 0; i < scales.size(); ++i) {
+      scales[i] = 255;
+      const auto bad = FindBadBlockScale(recipe, kOdd, codes, scales);
+      ASSERT_TRUE(bad.has_value()) << i;
+      EXPECT_THAT(*bad, ::testing::StartsWith(absl::StrCat("block scale [", i / columns, ", ",
+                                                           i % columns, "]: found NaN")));
+      scales[i] = 100;
+    }
+  }
+}
+
+// Between zero blocks, whose scales may be anything, a block that is not zero is still found.
+TEST(ScaleCheckTest, ZeroBlocksHideNoOther) {
+  constexpr MatrixShape kLong = {.out = 1, .in = 32 * 150};
+  std::vector<uint8_t> codes(150 * 16, 0x88), scales(150, 0);
+  EXPECT_FALSE(FindBadBlockScale(Recipe::kMxfp4, kLong, codes, scales).has_value());
+  codes[149 * 16] = 0x20;
+  EXPECT_THAT(FindBadBlockScale(Recipe::kMxfp4, kLong, codes, scales).value_or("nothing"),
+              ::testing::StartsWith("block scale [0, 149]: found 2^-127"));
 }
 
 TEST(ScaleCheckTest, SecondLevelMustBeFiniteAndAboveZero) {

@@ -98,30 +98,5 @@ TEST(WeightStore, BadSecondLevelScalesAreRefused) {
   EXPECT_TRUE(store->Commit(id, 1).ok());
 }
 
-TEST(WeightStore, ANanScaleIsRefusedUnlessItsBlockIsZero) {
-  for (const LayerSpec& spec : {kMx, kNv}) {
-    const int64_t block_bytes = ScaleGroup(spec.recipe) / 2;
-    for (const uint8_t nan : {uint8_t{0xff}, uint8_t{0x7f}}) {
-      if (spec.recipe == Recipe::kMxfp4 && nan == 0x7f) continue;  // 2^0
-      const auto store = Store(spec);
-      const MatrixId id{0, 3, 0, Matrix::kUp};
-      const auto buffers = *store->Reserve(id, absl::InfiniteFuture());
-      buffers.scales[5] = nan;
-      buffers.codes[5 * block_bytes] = 0x80;  // +0 and -0
-      buffers.codes[6 * block_bytes] = 0x10;
-      ASSERT_TRUE(store->Commit(id, 1).ok());
-      EXPECT_EQ(buffers.scales[5], 0);
-
-      const MatrixId other{0, 3, 0, Matrix::kGate};
-      const auto bad = *store->Reserve(other, absl::InfiniteFuture());
-      bad.scales[5] = nan;
-      bad.codes[5 * block_bytes + block_bytes - 1] = 0x10;
-      const absl::Status status = store->Commit(other, 1);
-      EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-      EXPECT_THAT(std::string(status.message()), HasSubstr("gate: the scale of block 5 is NaN"));
-    }
-  }
-}
-
 }  // namespace
 }  // namespace expertd::cpu
