@@ -22,10 +22,6 @@
 namespace expertd::cuda {
 namespace {
 
-constexpr int32_t kRequiredMultiple = 64;  // of H and I: rows of a weight tile
-constexpr int kRequiredMajor = 9;          // the kernels are sm_90a code
-constexpr int kRequiredMinor = 0;
-
 class CudaBackend final : public Backend {
  public:
   static absl::StatusOr<std::unique_ptr<Backend>> Create(const CudaBackendOptions& options,
@@ -295,12 +291,10 @@ void CudaBackend::AbortSteps(const absl::Status& reason) {
 
 absl::Status CheckLayers(const BackendOptions& options) {
   for (const LayerSpec& spec : options.layers) {
-    for (const auto& [name, size] : {std::pair("hidden_size", spec.hidden_size),
-                                     std::pair("intermediate_size", spec.intermediate_size)}) {
-      if (size > 0 && size % kRequiredMultiple == 0) continue;
-      return absl::InvalidArgumentError(absl::StrCat("layer ", spec.layer, ": ", name, " is ", size,
-                                                     ", the CUDA backend needs a multiple of ",
-                                                     kRequiredMultiple));
+    const absl::Status shape =
+        CheckLayerShape(KernelShapeOf(spec, options.placement->slots_per_rank()));
+    if (!shape.ok()) {
+      return absl::Status(shape.code(), absl::StrCat("layer ", spec.layer, ": ", shape.message()));
     }
     const LayerSpec& first = options.layers.front();
     if (spec.hidden_size != first.hidden_size ||
@@ -336,11 +330,11 @@ absl::StatusOr<cudaDeviceProp> PropertiesOf(int device) {
   }
   cudaDeviceProp properties = {};
   EXPERTD_CUDA_RETURN_IF_ERROR(cudaGetDeviceProperties(&properties, device));
-  if (properties.major != kRequiredMajor || properties.minor != kRequiredMinor) {
+  const absl::Status suited =
+      CheckDevice(properties.major, properties.minor, properties.sharedMemPerBlockOptin);
+  if (!suited.ok()) {
     return absl::FailedPreconditionError(
-        absl::StrCat("device ", device, " (", properties.name, ") has compute capability ",
-                     properties.major, ".", properties.minor, "; the kernels of this build run on ",
-                     kRequiredMajor, ".", kRequiredMinor, " (H100, H200)"));
+        absl::StrCat("device ", device, " (", properties.name, "): ", suited.message()));
   }
   return properties;
 }

@@ -14,14 +14,14 @@ using moe_layer::kMaxSlots;
 using moe_layer::kMaxStages;
 using moe_layer::kMaxTokenTile;
 
-constexpr int kMultiple = 64;   // of H and I: a row tile, and K16 steps in whole 128-byte columns
-constexpr int kMinStages = 3;   // of either ring; fewer lose a third of the bandwidth
+constexpr int kMultiple = 64;  // of H and I: a row tile, and K16 steps in whole 128-byte columns
+constexpr int kMinStages = 3;  // of either ring; fewer lose a third of the bandwidth
 constexpr int kGoodStages = 4;
+constexpr int kMinTokenTile = 16;
 
 int SharedBytes(const LayerShape& layer, int token_tile, int stages, int token_stages) {
   const int tables = 2 * (layer.num_slots + 1) * static_cast<int>(sizeof(uint32_t));
-  return moe_layer::kStateBytes + tables +
-         stages * moe_layer::WeightStageBytes(layer.format) +
+  return moe_layer::kStateBytes + tables + stages * moe_layer::WeightStageBytes(layer.format) +
          token_stages * moe_layer::TokenStageBytes(token_tile);
 }
 
@@ -33,16 +33,17 @@ int StagesThatFit(const LayerShape& layer, int token_tile, int token_stages) {
   return stages;
 }
 
-// Routes of a busy slot when tokens choose experts evenly: the mean plus two and a half deviations. A slot
+// Routes of a busy slot when tokens choose experts evenly: the mean plus two deviations. A slot
 // with more is cut into several token tiles.
 double BusySlot(const LayerShape& layer, int32_t tokens, int32_t top_k) {
   const double mean =
       static_cast<double>(tokens) * top_k * layer.num_ranks / std::max(1, layer.num_experts);
-  return mean + 2.5 * std::sqrt(mean);
+  return mean + 2.0 * std::sqrt(mean);
 }
 
 absl::Status CheckMultiple(const char* field, int64_t found) {
-  if (found > 0 && found % kMultiple == 0 && found <= limits::kMaxHiddenSize) return absl::OkStatus();
+  if (found > 0 && found % kMultiple == 0 && found <= limits::kMaxHiddenSize)
+    return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(field, ": found ", found,
                                                  ", expected a multiple of ", kMultiple, " up to ",
                                                  limits::kMaxHiddenSize, " for the CUDA kernel"));
@@ -51,16 +52,17 @@ absl::Status CheckMultiple(const char* field, int64_t found) {
 }  // namespace
 
 std::string KernelConfig::ToString() const {
-  return absl::StrCat("token tile ", token_tile, ", ", num_stages, " + ", num_token_stages, " stages, ", num_ctas, " CTAs, ",
-                      shared_bytes, " bytes of shared memory");
+  return absl::StrCat("token tile ", token_tile, ", ", num_stages, " + ", num_token_stages,
+                      " stages, ", num_ctas, " CTAs, ", shared_bytes, " bytes of shared memory");
 }
 
 absl::Status CheckLayerShape(const LayerShape& layer) {
   if (auto status = CheckMultiple("hidden_size", layer.hidden); !status.ok()) return status;
-  if (auto status = CheckMultiple("intermediate_size", layer.intermediate); !status.ok()) return status;
+  if (auto status = CheckMultiple("intermediate_size", layer.intermediate); !status.ok())
+    return status;
   if (layer.num_slots < 1 || layer.num_slots > kMaxSlots) {
-    return absl::InvalidArgumentError(absl::StrCat("expert slots of a rank: found ", layer.num_slots,
-                                                   ", expected 1 to ", kMaxSlots));
+    return absl::InvalidArgumentError(absl::StrCat("expert slots of a rank: found ",
+                                                   layer.num_slots, ", expected 1 to ", kMaxSlots));
   }
   return absl::OkStatus();
 }
@@ -78,23 +80,25 @@ absl::StatusOr<KernelConfig> ChooseKernelConfig(const LayerShape& layer, int32_t
   }
   const int busy = static_cast<int>(std::ceil(std::min(BusySlot(layer, tokens, top_k), 1e6)));
   KernelConfig config;
-  config.token_tile = std::clamp((busy + 7) / 8 * 8, 8, kMaxTokenTile);
+  config.token_tile = std::clamp((busy + 7) / 8 * 8, kMinTokenTile, kMaxTokenTile);
   while (config.token_tile > 8 &&
          StagesThatFit(layer, config.token_tile, kMinStages) < kMinStages) {
     config.token_tile -= 8;
   }
-  config.num_token_stages =
-      StagesThatFit(layer, config.token_tile, kGoodStages) >= kGoodStages ? kGoodStages : kMinStages;
+  config.num_token_stages = StagesThatFit(layer, config.token_tile, kGoodStages) >= kGoodStages
+                                ? kGoodStages
+                                : kMinStages;
   config.num_stages = StagesThatFit(layer, config.token_tile, config.num_token_stages);
   config.num_ctas = std::min(num_sms, layout::kMaxCtas);
-  config.shared_bytes = SharedBytes(layer, config.token_tile, config.num_stages, config.num_token_stages);
+  config.shared_bytes =
+      SharedBytes(layer, config.token_tile, config.num_stages, config.num_token_stages);
   return config;
 }
 
 absl::Status CheckDevice(int major, int minor, int64_t shared_bytes_per_block) {
   if (major != 9 || minor != 0) {
-    return absl::InvalidArgumentError(absl::StrCat("compute capability: found ", major, ".", minor,
-                                                   ", expected 9.0 (Hopper)"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("compute capability: found ", major, ".", minor, ", expected 9.0 (Hopper)"));
   }
   if (shared_bytes_per_block < kMaxSharedBytes) {
     return absl::InvalidArgumentError(absl::StrCat("shared memory per block: found ",

@@ -7,7 +7,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/check.h"
-#include "kernels/cuda/kernel_config.h"
 #include "kernels/cuda/moe_layer/launch.h"
 #include "kernels/cuda/step_kernels.h"
 #include "kernels/cuda/unfused_moe.h"
@@ -31,7 +30,13 @@ const char* WhatWasWaitedFor(uint32_t code) {
   }
 }
 
-LayerShape ShapeOfLayer(const LayerSpec& spec, int32_t num_slots) {
+MemoryQuestion QuestionOf(const StepRunner::Options& options) {
+  return {options.layers, options.placement->slots_per_rank(), options.max_tokens, options.path};
+}
+
+}  // namespace
+
+LayerShape KernelShapeOf(const LayerSpec& spec, int32_t num_slots) {
   return {.format = FormatOf(spec.recipe),
           .hidden = spec.hidden_size,
           .intermediate = spec.intermediate_size,
@@ -39,12 +44,6 @@ LayerShape ShapeOfLayer(const LayerSpec& spec, int32_t num_slots) {
           .num_slots = num_slots,
           .num_ranks = 1};
 }
-
-MemoryQuestion QuestionOf(const StepRunner::Options& options) {
-  return {options.layers, options.placement->slots_per_rank(), options.max_tokens, options.path};
-}
-
-}  // namespace
 
 absl::StatusOr<std::unique_ptr<StepRunner>> StepRunner::Create(const Options& options) {
   std::unique_ptr<StepRunner> runner(new StepRunner(options));
@@ -223,7 +222,7 @@ absl::Status StepRunner::LaunchFused(const MoeStep& step, const DeviceLayer& lay
       index;
   params.timeout_ns = static_cast<uint64_t>(limits::kCudaWaitMs) * 1'000'000;
   const absl::StatusOr<KernelConfig> config = ChooseKernelConfig(
-      ShapeOfLayer(layer.spec, num_slots), num_tokens, step.top_k, options_.num_sms);
+      KernelShapeOf(layer.spec, num_slots), num_tokens, step.top_k, options_.num_sms);
   if (!config.ok()) return config.status();
   return EXPERTD_CUDA_STATUS(
       moe_layer::Launch(FormatOf(layer.spec.recipe), *config, params, stream));

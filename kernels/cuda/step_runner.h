@@ -13,12 +13,16 @@
 #include "config/cluster_spec.h"
 #include "config/limits.h"
 #include "kernels/cuda/device_memory.h"
+#include "kernels/cuda/kernel_config.h"
 #include "kernels/cuda/memory_plan.h"
 #include "kernels/cuda/moe_layer/params.h"
 #include "kernels/cuda/weight_sink.h"
 #include "kernels/step.h"
 
 namespace expertd::cuda {
+
+// A layer as the kernel's configuration sees it, on the one rank.
+LayerShape KernelShapeOf(const LayerSpec& spec, int32_t num_slots);
 
 // The device memory of steps and what is enqueued for one. Everything but Stop belongs to the
 // device thread. At most limits::kStepsInFlight steps are between Enqueue and Collect; each has an

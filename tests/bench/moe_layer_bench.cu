@@ -1,9 +1,10 @@
-// Times the fused MoE layer on one GPU: from BF16 hidden states, ids and weights in device memory to the
-// reduced BF16 rows in device memory, routing and combine included.
+// Times the fused MoE layer on one GPU: from BF16 hidden states, ids and weights in device memory
+// to the reduced BF16 rows in device memory, routing and combine included.
 //   burst:     median of launches that each follow a read which displaces L2, over several routings
-//   sustained: mean of back-to-back launches over a second, when the card has settled at its power limit
-// The ceilings (streaming read; the vendor library's BF16 product, if found) are measured in the same run.
-// One JSON object a line is appended to --out.
+//   sustained: mean of back-to-back launches over a second, when the card has settled at its power
+//   limit
+// The ceilings (streaming read; the vendor library's BF16 product, if found) are measured in the
+// same run. One JSON object a line is appended to --out.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 
@@ -106,7 +107,8 @@ __global__ void stream_all(const uint8_t* data, int64_t chunks) {
   for (auto& barrier : barriers) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
   ptx::fence_mbarrier_init();
   const uint64_t policy = ptx::policy_evict_first();
-  const int64_t begin = chunks * blockIdx.x / gridDim.x, end = chunks * (blockIdx.x + 1) / gridDim.x;
+  const int64_t begin = chunks * blockIdx.x / gridDim.x,
+                end = chunks * (blockIdx.x + 1) / gridDim.x;
   int64_t loaded = begin;
   const auto load = [&](int stage) {
     const uint32_t barrier = ptx::shared_address(&barriers[stage]);
@@ -185,15 +187,15 @@ void DisplaceL2(const Machine& machine) {
 double ReadCeiling(const Machine& machine) {
   const int64_t chunks = (3ll << 30) / kStreamBytes;
   uint8_t* data = Device<uint8_t>(chunks * kStreamBytes);
-  fill_random<<<1024, 256>>>(reinterpret_cast<uint32_t*>(data), chunks * kStreamBytes / 4, 1, ~0u, 0);
+  fill_random<<<1024, 256>>>(reinterpret_cast<uint32_t*>(data), chunks * kStreamBytes / 4, 1, ~0u,
+                             0);
   BENCH_CHECK(cudaFuncSetAttribute(stream_all, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    kStreamBytes * kStreamStages));
   Timer timer;
   std::vector<float> us;
   for (int i = 0; i < 9; ++i) {
-    us.push_back(timer.Us([&] {
-      stream_all<<<machine.num_sms, 32, kStreamBytes * kStreamStages>>>(data, chunks);
-    }));
+    us.push_back(timer.Us(
+        [&] { stream_all<<<machine.num_sms, 32, kStreamBytes * kStreamStages>>>(data, chunks); }));
   }
   BENCH_CHECK(cudaGetLastError());
   std::sort(us.begin(), us.end());
@@ -206,8 +208,8 @@ double VendorTflops(const char* path) {
   void* library = dlopen(path, RTLD_NOW);
   if (library == nullptr) return 0;
   using Create = int (*)(void**);
-  using Gemm = int (*)(void*, int, int, int, int, int, const void*, const void*, int, int, const void*,
-                       int, int, const void*, void*, int, int, int, int);
+  using Gemm = int (*)(void*, int, int, int, int, int, const void*, const void*, int, int,
+                       const void*, int, int, const void*, void*, int, int, int, int);
   const auto create = reinterpret_cast<Create>(dlsym(library, "cublasCreate_v2"));
   const auto gemm = reinterpret_cast<Gemm>(dlsym(library, "cublasGemmEx"));
   void* handle = nullptr;
@@ -223,8 +225,8 @@ double VendorTflops(const char* path) {
   std::vector<float> us;
   for (int i = 0; i < 9; ++i) {
     us.push_back(timer.Us([&] {
-      gemm(handle, 1, 0, kSize, kSize, kSize, &one, memory[0], kBf16, kSize, memory[1], kBf16, kSize,
-           &zero, memory[2], kBf16, kSize, kComputeF32, -1);
+      gemm(handle, 1, 0, kSize, kSize, kSize, &one, memory[0], kBf16, kSize, memory[1], kBf16,
+           kSize, &zero, memory[2], kBf16, kSize, kComputeF32, -1);
     }));
   }
   for (auto* matrix : memory) BENCH_CHECK(cudaFree(matrix));
@@ -263,8 +265,8 @@ Layer MakeLayer(const Geometry& geometry, Recipe recipe) {
     for (int m = 0; m < kNumMatrices; ++m) {
       const MatrixShape shape = ShapeOf(layer.spec, static_cast<Matrix>(m));
       const uint32_t seed = slot * 16 + m * 2 + 1;
-      fill_random<<<1024, 256>>>(reinterpret_cast<uint32_t*>(codes), shape.CodeBytes() / 4, seed, ~0u,
-                                 0);
+      fill_random<<<1024, 256>>>(reinterpret_cast<uint32_t*>(codes), shape.CodeBytes() / 4, seed,
+                                 ~0u, 0);
       // MXFP4: 2^-9 .. 2^-6; NVFP4: codes of 2^-2 .. 2^1.9 with a second level of 2^-6.
       fill_random<<<1024, 256>>>(reinterpret_cast<uint32_t*>(scales), shape.ScaleBytes(recipe) / 4,
                                  seed + 1, mx ? 0x03030303u : 0x1f1f1f1fu,
@@ -300,8 +302,8 @@ std::vector<int32_t> RandomIds(int tokens, int experts, int top_k, uint32_t seed
 }
 
 struct Row {
-  double us_median = 0, us_min = 0, us_sustained = 0, mhz = 0, mhz_sustained = 0, bytes = 0, flops = 0,
-         rel_err = 0;
+  double us_median = 0, us_min = 0, us_sustained = 0, mhz = 0, mhz_sustained = 0, bytes = 0,
+         flops = 0, rel_err = 0;
   int64_t workspace_bytes = 0;
   KernelConfig config;
 };
@@ -316,7 +318,8 @@ class LayerBench {
         g.top_k, machine.num_sms);
     BENCH_CHECK(config.status());
     row_.config = *config;
-    params_.workspace = layout::PlanWorkspace({1, tokens, g.top_k, g.experts, g.hidden, g.intermediate});
+    params_.workspace =
+        layout::PlanWorkspace({1, tokens, g.top_k, g.experts, g.hidden, g.intermediate});
     row_.workspace_bytes = params_.workspace.bytes;
     params_.peers.base = Device<char>(params_.workspace.bytes);
     BENCH_CHECK(cudaMemset(params_.peers.base, 0, params_.workspace.bytes));
@@ -385,7 +388,8 @@ class LayerBench {
       ids.insert(ids.end(), some.begin(), some.end());
       std::vector<bool> active(g.experts);
       for (int id : some) active[id] = true;
-      row_.bytes += std::count(active.begin(), active.end(), true) * double(layer_.slot_bytes) / kRoutings;
+      row_.bytes +=
+          std::count(active.begin(), active.end(), true) * double(layer_.slot_bytes) / kRoutings;
     }
     for (size_t i = 0; i < ids.size(); ++i) weights.push_back(0.05f + random() % 1000 * 2e-4f);
     ids_ = Device<int32_t>(ids.size());
@@ -406,8 +410,8 @@ class LayerBench {
     BENCH_CHECK(moe_layer::Launch(FormatOf(layer_.spec.recipe), row_.config, params_, nullptr));
   }
 
-  // Where the time of one launch goes, if the kernel notes it: per mark, over the CTAs, since the first
-  // CTA's start.
+  // Where the time of one launch goes, if the kernel notes it: per mark, over the CTAs, since the
+  // first CTA's start.
   void PrintTiming() {
     if (!moe_layer::kRecordTiming) return;
     const int count = machine_.num_sms * moe_layer::kTimingMarks;
@@ -422,7 +426,8 @@ class LayerBench {
     params_.timing = nullptr;
     const auto at = [&](int cta, int mark) { return marks[cta * moe_layer::kTimingMarks + mark]; };
     uint64_t start = ~0ull;
-    for (int c = 0; c < machine_.num_sms; ++c) start = std::min(start, at(c, moe_layer::kMarkStart));
+    for (int c = 0; c < machine_.num_sms; ++c)
+      start = std::min(start, at(c, moe_layer::kMarkStart));
     const char* names[] = {"start", "routed", "list end", "combine", "end"};
     for (int mark = 0; mark <= moe_layer::kMarkEnd; ++mark) {
       std::vector<double> us;
@@ -441,7 +446,8 @@ class LayerBench {
     std::exit(1);
   }
 
-  // Output of every routing against the plain kernels, which keep f32 between the steps; sampled rows.
+  // Output of every routing against the plain kernels, which keep f32 between the steps; sampled
+  // rows.
   double RelErr() {
     const Geometry& g = layer_.geometry;
     const int rows = std::min(tokens_, kReferenceRows);
@@ -464,8 +470,8 @@ class LayerBench {
       step.row_in_request = row_in_request;
       step.output = expected;
       step.output_dtype = DType::kF32;
-      BENCH_CHECK(LaunchUnfusedMoe(layer_.spec, g.experts, layer_.packed, layer_.table, step, workspace,
-                                   nullptr));
+      BENCH_CHECK(LaunchUnfusedMoe(layer_.spec, g.experts, layer_.packed, layer_.table, step,
+                                   workspace, nullptr));
       std::vector<float> want(int64_t{rows} * g.hidden);
       std::vector<uint16_t> got(int64_t{tokens_} * g.hidden);
       BENCH_CHECK(cudaMemcpy(want.data(), expected, want.size() * 4, cudaMemcpyDeviceToHost));
@@ -489,7 +495,8 @@ class LayerBench {
   }
 
   void Sustain(Timer& timer) {
-    const int per_half = std::max(3, static_cast<int>(kSustainSeconds / 2 / (row_.us_median * 1e-6)));
+    const int per_half =
+        std::max(3, static_cast<int>(kSustainSeconds / 2 / (row_.us_median * 1e-6)));
     for (int i = 0; i < per_half; ++i) Launch(i % kRoutings);
     const int measured = per_half / kRoutings * kRoutings;
     row_.us_sustained = timer.Us([&] {
@@ -516,21 +523,24 @@ std::string Json(const Machine& machine, const Layer& layer, int tokens, const R
   const std::time_t now = std::time(nullptr);
   std::strftime(date, sizeof(date), "%Y-%m-%dT%H:%M:%SZ", std::gmtime(&now));
   char vendor[32] = "null";
-  if (machine.vendor_tflops > 0) std::snprintf(vendor, sizeof(vendor), "%.0f", machine.vendor_tflops);
+  if (machine.vendor_tflops > 0)
+    std::snprintf(vendor, sizeof(vendor), "%.0f", machine.vendor_tflops);
   char line[1024];
   std::snprintf(
       line, sizeof(line),
-      "{\"bench\": \"moe_layer\", \"geometry\": \"%s\", \"recipe\": \"%s\", \"activations\": \"bf16\", "
-      "\"ranks\": 1, \"tokens\": %d, \"us_median\": %.1f, \"us_min\": %.1f, \"us_sustained\": %.1f, "
+      "{\"bench\": \"moe_layer\", \"geometry\": \"%s\", \"recipe\": \"%s\", \"activations\": "
+      "\"bf16\", "
+      "\"ranks\": 1, \"tokens\": %d, \"us_median\": %.1f, \"us_min\": %.1f, \"us_sustained\": "
+      "%.1f, "
       "\"sm_mhz\": %.0f, \"sm_mhz_sustained\": %.0f, \"gb_per_s\": %.0f, \"tflops\": %.1f, "
       "\"weight_bytes\": %.0f, \"rel_err\": %.5f, \"read_ceiling_gb_per_s\": %.0f, "
       "\"vendor_bf16_tflops\": %s, \"workspace_bytes\": %lld, \"token_tile\": %d, \"stages\": %d, "
       "\"gpu\": \"%s\", \"date\": \"%s\", \"commit\": \"%s\"}",
-      layer.geometry.name, std::string(RecipeName(layer.spec.recipe)).c_str(), tokens, row.us_median,
-      row.us_min, row.us_sustained, row.mhz, row.mhz_sustained, row.bytes / row.us_median * 1e-3,
-      row.flops / row.us_median * 1e-6, row.bytes, row.rel_err, machine.read_ceiling, vendor,
-      static_cast<long long>(row.workspace_bytes), row.config.token_tile, row.config.num_stages,
-      machine.gpu, date, commit.c_str());
+      layer.geometry.name, std::string(RecipeName(layer.spec.recipe)).c_str(), tokens,
+      row.us_median, row.us_min, row.us_sustained, row.mhz, row.mhz_sustained,
+      row.bytes / row.us_median * 1e-3, row.flops / row.us_median * 1e-6, row.bytes, row.rel_err,
+      machine.read_ceiling, vendor, static_cast<long long>(row.workspace_bytes),
+      row.config.token_tile, row.config.num_stages, machine.gpu, date, commit.c_str());
   return line;
 }
 
@@ -591,13 +601,14 @@ int Main(int argc, char** argv) {
       for (const std::string& tokens : Split(job.substr(last + 1))) {
         const int t = std::atoi(tokens.c_str());
         const Row row = LayerBench(machine, layer, t).Run(sustained);
-        std::printf("%-10s %s T %-5d %8.1f us (min %.1f) %5.0f GB/s = %5.1f%% %6.1f TFLOP/s | sustained "
-                    "%8.1f us | SM %.0f / %.0f MHz | error %.2e | %s | workspace %.1f MB\n",
-                    geometry.name, recipe.c_str(), t, row.us_median, row.us_min,
-                    row.bytes / row.us_median * 1e-3,
-                    row.bytes / row.us_median * 1e-1 / machine.read_ceiling,
-                    row.flops / row.us_median * 1e-6, row.us_sustained, row.mhz, row.mhz_sustained,
-                    row.rel_err, row.config.ToString().c_str(), row.workspace_bytes * 1e-6);
+        std::printf(
+            "%-10s %s T %-5d %8.1f us (min %.1f) %5.0f GB/s = %5.1f%% %6.1f TFLOP/s | sustained "
+            "%8.1f us | SM %.0f / %.0f MHz | error %.2e | %s | workspace %.1f MB\n",
+            geometry.name, recipe.c_str(), t, row.us_median, row.us_min,
+            row.bytes / row.us_median * 1e-3,
+            row.bytes / row.us_median * 1e-1 / machine.read_ceiling,
+            row.flops / row.us_median * 1e-6, row.us_sustained, row.mhz, row.mhz_sustained,
+            row.rel_err, row.config.ToString().c_str(), row.workspace_bytes * 1e-6);
         std::fflush(stdout);
         if (out.empty()) continue;
         std::FILE* file = std::fopen(out.c_str(), "a");

@@ -4,8 +4,9 @@
 
 #include "kernels/layout/host_device.h"
 
-// Where a rank's workspace is mapped. The peers' mappings are an affine function of the rank (one flat
-// range of equal strides), so an address costs one multiply-add; with one rank it is the identity.
+// Where a rank's workspace is mapped. The peers' mappings are an affine function of the rank (one
+// flat range of equal strides), so an address costs one multiply-add; with one rank it is the
+// identity.
 namespace expertd::cuda {
 
 struct PeerMap {

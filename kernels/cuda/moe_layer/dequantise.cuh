@@ -4,15 +4,15 @@
 #include "kernels/cuda/ptx/warp.cuh"
 #include "kernels/layout/packed_weights.h"
 
-// The architecture's part of the arithmetic: a thread's share of a packed unit (64 rows x 128 K) from
-// shared memory, expanded in registers to the A fragments of wgmma m64nNk16 in BF16. Exact.
+// The architecture's part of the arithmetic: a thread's share of a packed unit (64 rows x 128 K)
+// from shared memory, expanded in registers to the A fragments of wgmma m64nNk16 in BF16. Exact.
 namespace expertd::cuda::moe_layer {
 
 template <layout::WeightFormat kFormat>
 struct PackedFragment {
   static constexpr int kScaleWords = kFormat == layout::WeightFormat::kMx ? 1 : 2;
 
-  uint4 codes[2];                  // by half of the unit
+  uint4 codes[2];                   // by half of the unit
   uint32_t scales[2][kScaleWords];  // by row g, g + 8
 
   // `codes_address`: the thread's place in the unit; `scales_address`: its row pair's.
@@ -33,8 +33,8 @@ struct PackedFragment {
   }
 };
 
-// Multipliers of a unit: constants[row half][i], BF16 pairs. MXFP4: blocks of K32 2 i (low), 2 i + 1
-// (high). NVFP4: the two K16 of block i.
+// Multipliers of a unit: constants[row half][i], BF16 pairs. MXFP4: blocks of K32 2 i (low), 2 i +
+// 1 (high). NVFP4: the two K16 of block i.
 template <layout::WeightFormat kFormat>
 struct ScaleFragment {
   uint32_t constants[2][PackedFragment<kFormat>::kScaleWords * 2];
@@ -61,8 +61,8 @@ __device__ __forceinline__ void dequantise_block(const PackedFragment<kFormat>& 
   const uint4& words = packed.codes[kBlock / 2];
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    const uint32_t word = kBlock % 2 == 0 ? (row == 0 ? words.x : words.y)
-                                          : (row == 0 ? words.z : words.w);
+    const uint32_t word =
+        kBlock % 2 == 0 ? (row == 0 ? words.x : words.y) : (row == 0 ? words.z : words.w);
     uint32_t pairs[4];
     layout::DequantiseWord(word, pairs);
     if constexpr (kFormat == layout::WeightFormat::kMx) {

@@ -7,9 +7,9 @@
 #include "kernels/cuda/ptx/warp.cuh"
 #include "kernels/cuda/ptx/wgmma.cuh"
 
-// What happens to a warp's accumulators: 16 weight rows x the tile's tokens; acc[4 j + 2 r + c] is row
-// g + 8 r (g = lane / 4), token 8 j + 2 (lane % 4) + c. An 8 x 8 block is transposed between the lanes
-// so that each lane stores two neighbouring columns of one token.
+// What happens to a warp's accumulators: 16 weight rows x the tile's tokens; acc[4 j + 2 r + c] is
+// row g + 8 r (g = lane / 4), token 8 j + 2 (lane % 4) + c. An 8 x 8 block is transposed between
+// the lanes so that each lane stores two neighbouring columns of one token.
 namespace expertd::cuda::moe_layer {
 
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
@@ -26,7 +26,8 @@ __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
 
 // FC1: row g is gate and row g + 8 up of one column of the intermediate. h [route position][I].
 template <int kWidth>
-__device__ __forceinline__ void store_intermediate(const MoeLayerParams& params, const TileSlot& tile,
+__device__ __forceinline__ void store_intermediate(const MoeLayerParams& params,
+                                                   const TileSlot& tile,
                                                    const float (&acc)[kWidth / 2], int row_tile,
                                                    int warp_in_group, int lane) {
   const float* factors =
@@ -35,8 +36,7 @@ __device__ __forceinline__ void store_intermediate(const MoeLayerParams& params,
   const float up_factor = factors[1];
   const float limit = params.swiglu_limit > 0 ? params.swiglu_limit : __int_as_float(0x7f800000);
   const int column = row_tile * 32 + warp_in_group * 8 + 2 * (lane & 3);
-  uint16_t* h = params.local.h +
-                int64_t{tile.first_route} * params.intermediate + column;
+  uint16_t* h = params.local.h + int64_t{tile.first_route} * params.intermediate + column;
 #pragma unroll
   for (int j = 0; j < kWidth / 8; ++j) {
     const float first = swiglu(acc[4 * j] * gate_factor, acc[4 * j + 2] * up_factor, limit);

@@ -12,7 +12,8 @@
 //   grid: one CTA an SM, cooperative; block: kThreads
 //   weights -> [bulk copies] -> ring -> expert warpgroups (A operand, expanded in registers)
 //   x, h    -> [cp.async]    -> ring -> expert warpgroups (B operand)
-//   expert warpgroups -> h (FC1), y (FC2) in the workspace, one flag a 64-row tile -> token warps, combine
+//   expert warpgroups -> h (FC1), y (FC2) in the workspace, one flag a 64-row tile -> token warps,
+//   combine
 namespace expertd::cuda::moe_layer {
 
 __device__ __forceinline__ void init_barriers() {
@@ -46,8 +47,8 @@ __device__ __forceinline__ void mark(const MoeLayerParams& params, TimingMark wh
 }
 
 template <layout::WeightFormat kFormat, int... kWidths>
-__global__ void __launch_bounds__(kThreads, 1) moe_layer_kernel(const __grid_constant__ MoeLayerParams
-                                                                    params) {
+__global__ void __launch_bounds__(kThreads, 1)
+    moe_layer_kernel(const __grid_constant__ MoeLayerParams params) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
   const int lane = threadIdx.x & 31;
   const bool claims = warp == kExpertWarps && lane == 0;
@@ -58,7 +59,9 @@ __global__ void __launch_bounds__(kThreads, 1) moe_layer_kernel(const __grid_con
   if (claims) open_step(params);
   sort_routes(params, warp, lane);
   const bool odd = ((params.hidden + 127) / 128 | (params.intermediate + 127) / 128) & 1;
-  if (odd) clear_weights(shared_memory + params.weights_offset, params.tables_offset - params.weights_offset);
+  if (odd)
+    clear_weights(shared_memory + params.weights_offset,
+                  params.tables_offset - params.weights_offset);
   ptx::fence_proxy_async_shared();
   __syncthreads();
   if (threadIdx.x == 0) mark(params, kMarkRouted);
@@ -90,7 +93,7 @@ template <layout::WeightFormat kFormat>
 Kernel variant_kernel(int variant) {
   static const Kernel kKernels[kNumVariants] = {
       moe_layer_kernel<kFormat, 8, 16>,      moe_layer_kernel<kFormat, 8, 16, 24>,
-      moe_layer_kernel<kFormat, 16, 24, 32>, moe_layer_kernel<kFormat, 32, 40, 48>,
+      moe_layer_kernel<kFormat, 24, 32>,     moe_layer_kernel<kFormat, 32, 40, 48>,
       moe_layer_kernel<kFormat, 48, 56, 64>, moe_layer_kernel<kFormat, 64, 72, 80>};
   return kKernels[variant];
 }

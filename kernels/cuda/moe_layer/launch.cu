@@ -1,6 +1,5 @@
-#include "kernels/cuda/moe_layer/launch.h"
-
 #include "kernels/cuda/moe_layer/instantiations/instantiations.h"
+#include "kernels/cuda/moe_layer/launch.h"
 #include "kernels/cuda/moe_layer/traits.h"
 
 namespace expertd::cuda::moe_layer {

@@ -7,8 +7,8 @@
 
 namespace expertd::cuda::moe_layer {
 
-// Once a device before the first launch: lets the kernels use the shared memory that configurations ask
-// for. Loads the kernels, so that no later launch does.
+// Once a device before the first launch: lets the kernels use the shared memory that configurations
+// ask for. Loads the kernels, so that no later launch does.
 cudaError_t PrepareDevice();
 
 // Enqueues one step, one cooperative launch. `params` carries the configuration's token_tile and

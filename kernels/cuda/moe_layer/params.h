@@ -8,8 +8,8 @@
 
 namespace expertd::cuda::moe_layer {
 
-// Who waited for what when a step gave up. In host-mapped memory, zero before the step; the first CTA
-// that gives up claims it (`code`), fills it and sets `complete` last.
+// Who waited for what when a step gave up. In host-mapped memory, zero before the step; the first
+// CTA that gives up claims it (`code`), fills it and sets `complete` last.
 struct FaultRecord {
   uint32_t code;  // FaultCode
   uint32_t step;
@@ -80,9 +80,9 @@ struct MoeLayerParams {
   LocalMemory local;  // set by Launch
 
   // configuration (kernel_config.h)
-  int32_t token_tile = 0;  // most rows of a token tile, multiple of 8
-  int32_t num_stages = 0;        // of the weight ring
-  int32_t num_token_stages = 0;  // of the token ring
+  int32_t token_tile = 0;          // most rows of a token tile, multiple of 8
+  int32_t num_stages = 0;          // of the weight ring
+  int32_t num_token_stages = 0;    // of the token ring
   uint32_t token_stage_bytes = 0;  // shared memory, set by Launch: see shared_memory.cuh
   uint32_t weights_offset = 0;
   uint32_t tables_offset = 0;

@@ -2,9 +2,9 @@
 
 #include "kernels/cuda/moe_layer/wait.cuh"
 
-// One warp tells the other CTAs that a tile's results are there: when all multiplying warps have stored
-// theirs, one fence for all of them (it covers what this warp has observed) and a flag for each 64-row
-// tile. The multiplying warps never wait for their own stores.
+// One warp tells the other CTAs that a tile's results are there: when all multiplying warps have
+// stored theirs, one fence for all of them (it covers what this warp has observed) and a flag for
+// each 64-row tile. The multiplying warps never wait for their own stores.
 namespace expertd::cuda::moe_layer {
 
 struct AnnounceRole {

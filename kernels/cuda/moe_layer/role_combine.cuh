@@ -5,9 +5,10 @@
 #include "kernels/cuda/moe_layer/epilogue.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 
-// The weighted sum of each token's expert outputs, by the warps that multiplied, after the tile list. When every tile of
-// FC2 is there, a warp takes runs of 256 columns of a token and adds the routes in their order in f32. The
-// split over warps does not change what is added to what, so the bits are fixed.
+// The weighted sum of each token's expert outputs, by the warps that multiplied, after the tile
+// list. When every tile of FC2 is there, a warp takes runs of 256 columns of a token and adds the
+// routes in their order in f32. The split over warps does not change what is added to what, so the
+// bits are fixed.
 namespace expertd::cuda::moe_layer {
 
 struct CombineRole {
@@ -50,7 +51,8 @@ struct CombineRole {
   }
 
   // `present`: routes that have an output; lane k holds the weight of route k.
-  __device__ __forceinline__ void combine(int token, int slice, uint32_t present, float weight) const {
+  __device__ __forceinline__ void combine(int token, int slice, uint32_t present,
+                                          float weight) const {
     const int column = slice * kColumns + lane * 8;
     const bool inside = column < params.hidden;
     const uint16_t* y = params.local.y + int64_t{token} * params.top_k * params.hidden + column;
@@ -79,8 +81,8 @@ struct CombineRole {
       out[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
     } else {
       *reinterpret_cast<uint4*>(static_cast<uint16_t*>(params.output) + element) =
-          make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]),
-                     pack_bf16(sum[6], sum[7]));
+          make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]),
+                     pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
     }
   }
 
@@ -100,8 +102,7 @@ struct CombineRole {
       const int token = item / slices;
       if (token != known) {
         const int route = token * params.top_k + lane;
-        const bool here =
-            lane < params.top_k && present_routes(params)[route] != 0;
+        const bool here = lane < params.top_k && present_routes(params)[route] != 0;
         weight = here ? params.weights[route] : 0.0f;
         present = __ballot_sync(0xffffffffu, here);
         known = token;

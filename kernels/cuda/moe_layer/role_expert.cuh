@@ -5,10 +5,10 @@
 #include "kernels/cuda/moe_layer/wait.cuh"
 #include "kernels/cuda/ptx/wgmma.cuh"
 
-// Four warpgroups multiply: warpgroup g takes the g-th 64-row tile of each claimed tile, if there is one.
-// Weights go from the ring to registers, are expanded there and are wgmma's A operand; tokens are its B
-// operand in the ring. K is summed in one order whatever the tile, so a row's bits do not depend on its
-// neighbours.
+// Four warpgroups multiply: warpgroup g takes the g-th 64-row tile of each claimed tile, if there
+// is one. Weights go from the ring to registers, are expanded there and are wgmma's A operand;
+// tokens are its B operand in the ring. K is summed in one order whatever the tile, so a row's bits
+// do not depend on its neighbours.
 namespace expertd::cuda::moe_layer {
 
 template <layout::WeightFormat kFormat, int... kWidths>
@@ -52,8 +52,8 @@ struct ExpertRole {
     if (lane == 0) ptx::mbarrier_arrive(token_empty_barrier(index));
   }
 
-  // acc += K [32 kFirst, 32 (kFirst + kBlocks)) of a unit x tokens: one group of wgmma, in flight while the
-  // next is expanded.
+  // acc += K [32 kFirst, 32 (kFirst + kBlocks)) of a unit x tokens: one group of wgmma, in flight
+  // while the next is expanded.
   template <int kWidth, int kFirst, int kBlocks>
   __device__ __forceinline__ void multiply_group(Accumulators<kWidth>& acc, const Packed& packed,
                                                  const ScaleFragment<kFormat>& scale,
@@ -71,8 +71,8 @@ struct ExpertRole {
     ptx::wgmma_wait<1>();
   }
 
-  // acc += unit x tokens. `released`: token stage before this one, whose last group has ended after the
-  // first group here; or -1.
+  // acc += unit x tokens. `released`: token stage before this one, whose last group has ended after
+  // the first group here; or -1.
   template <int kWidth>
   __device__ __forceinline__ void multiply(Accumulators<kWidth>& acc, const Packed& packed,
                                            uint64_t tokens, int released) const {

@@ -3,9 +3,10 @@
 #include "kernels/cuda/moe_layer/params.h"
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
 
-// Routing, by all warps of every CTA for itself: a stable counting sort of the step's routes by expert
-// slot. Every CTA finds the same order, so no CTA waits for another. The sorted list goes to the CTA's copy
-// in the workspace; the tables of a slot's first route and first token tile stay in shared memory.
+// Routing, by all warps of every CTA for itself: a stable counting sort of the step's routes by
+// expert slot. Every CTA finds the same order, so no CTA waits for another. The sorted list goes to
+// the CTA's copy in the workspace; the tables of a slot's first route and first token tile stay in
+// shared memory.
 namespace expertd::cuda::moe_layer {
 
 struct RouteSorter {
@@ -22,7 +23,8 @@ struct RouteSorter {
     counts = reinterpret_cast<uint32_t*>(shared_memory + kStateBytes);
     table = reinterpret_cast<int16_t*>(counts + kWarps * p.num_slots);
     cache = table + p.num_experts;
-    const int left = static_cast<int>(shared_memory + p.tables_offset - reinterpret_cast<uint8_t*>(cache));
+    const int left =
+        static_cast<int>(shared_memory + p.tables_offset - reinterpret_cast<uint8_t*>(cache));
     cached = left / static_cast<int>(sizeof(int16_t));
   }
 
@@ -57,8 +59,8 @@ struct RouteSorter {
     return min(warp * chunk, routes);
   }
 
-  // Looks routes up in parallel, as many as there is room for. `expert`: of route `thread`, loaded while the
-  // table was.
+  // Looks routes up in parallel, as many as there is room for. `expert`: of route `thread`, loaded
+  // while the table was.
   __device__ __forceinline__ void fill_cache(int thread, int expert) const {
     const int routes = min(params.num_tokens * params.top_k, cached);
     if (thread < routes) cache[thread] = static_cast<int16_t>(slot_of(thread, expert));
@@ -87,7 +89,8 @@ struct RouteSorter {
     }
   }
 
-  // Counts become each warp's position inside the slot; the slot's total goes to route_begin[slot + 1].
+  // Counts become each warp's position inside the slot; the slot's total goes to route_begin[slot +
+  // 1].
   __device__ __forceinline__ void rank_warps(int thread) const {
     for (int slot = thread; slot < params.num_slots; slot += kThreads) {
       uint32_t sum = 0;
@@ -131,8 +134,8 @@ struct RouteSorter {
     __syncwarp();
     if (lane == 0) {
       shared_state().schedule =
-          MakeSchedule(tile_begin(params), params.num_slots, params.intermediate / 32, params.hidden / 64,
-                       static_cast<int>(gridDim.x));
+          MakeSchedule(tile_begin(params), params.num_slots, params.intermediate / 32,
+                       params.hidden / 64, static_cast<int>(gridDim.x));
     }
   }
 
@@ -175,8 +178,8 @@ struct RouteSorter {
   }
 };
 
-// Not inlined: inside the kernel its branches cost the compiler the proof that the multiplying loop's
-// values are the same in a whole warp.
+// Not inlined: inside the kernel its branches cost the compiler the proof that the multiplying
+// loop's values are the same in a whole warp.
 static __device__ __noinline__ void sort_routes(const MoeLayerParams& params, int warp, int lane) {
   RouteSorter(params).sort(warp, lane);
 }

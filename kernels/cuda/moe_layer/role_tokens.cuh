@@ -4,10 +4,10 @@
 #include "kernels/cuda/ptx/copy.cuh"
 
 // Warps that gather the rows of each token tile into the ring, in turns: warp w takes every
-// kTokenWarps-th stage. Rows come from x for FC1 and from h for FC2 and lie 128-byte swizzled, as wgmma
-// reads them; rows past the tile's last and K past the matrix's end become zeros. A stage is announced
-// when its copies have landed and are visible to wgmma. The first stage of an FC2 tile waits until the intermediate of its
-// tokens is complete.
+// kTokenWarps-th stage. Rows come from x for FC1 and from h for FC2 and lie 128-byte swizzled, as
+// wgmma reads them; rows past the tile's last and K past the matrix's end become zeros. A stage is
+// announced when its copies have landed and are visible to wgmma. The first stage of an FC2 tile
+// waits until the intermediate of its tokens is complete.
 namespace expertd::cuda::moe_layer {
 
 struct TokenRole {
@@ -26,19 +26,20 @@ struct TokenRole {
     stage.index = token_warp;
   }
 
-  // Lane l holds the source rows of the tile's rows l, l + 32, ...; the warp that has the tile's first
-  // stage also leaves the routes for those who store results.
-  __device__ __forceinline__ void find_rows(TileSlot& tile, uint32_t (&source)[kLaneRows]) const {
+  // Where the rows l, l + 32, ... of the tile begin, in lane l and in units of 16 bytes from the
+  // tensor's begin; the warp that has the tile's first stage also leaves the routes for those who
+  // store results.
+  __device__ __forceinline__ void find_rows(TileSlot& tile, bool is_fc1, uint32_t row_chunks,
+                                            uint32_t (&source)[kLaneRows]) const {
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
       const int row = lane + 32 * i;
-      const uint32_t position = tile.first_route + row;
       source[i] = 0;
       if (row >= tile.rows) continue;
+      const uint32_t position = tile.first_route + row;
       const uint32_t route = sorted_routes(params)[position];
-      const uint32_t token = route / static_cast<uint32_t>(params.top_k);
-      source[i] = tile.tile.phase == Phase::kFc1 ? token : position;
       if (ahead == 0) tile.route[row] = route;
+      source[i] = (is_fc1 ? route / static_cast<uint32_t>(params.top_k) : position) * row_chunks;
     }
   }
 
@@ -55,27 +56,35 @@ struct TokenRole {
     });
   }
 
-  // K range [k, k + kStageK) of all rows; a warp copies 128 bytes of four rows at once.
-  __device__ __forceinline__ void copy_stage(const TileSlot& tile, const char* base, int64_t row_bytes,
-                                             const uint32_t (&source)[kLaneRows], int k,
-                                             int k_end) const {
-    const int chunk = lane & 7;
-    const uint32_t target = token_stage_address(params, stage.index);
-    const uint32_t block_bytes = tile.width * 128;
-    const bool tail = k + kStageK > k_end;
+  // K range of one stage of all rows: `from` is the lane's chunk of it in row 0. A warp copies 128
+  // bytes of four rows at once. kTail: only the first `blocks` of the four 128-byte blocks are
+  // there.
+  template <bool kTail>
+  __device__ __forceinline__ void copy_stage(int width, int rows, const char* from,
+                                             const uint32_t (&source)[kLaneRows],
+                                             int blocks) const {
+    const int first_row = lane >> 3;
+    const uint32_t block_bytes = width * 128;
+    // Rows r and r + 4 differ in one bit of the swizzle.
+    uint32_t to = token_stage_address(params, stage.index) + first_row * 128 +
+                  (((lane & 7) ^ first_row) << 4);
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
-      for (int row = 32 * i + (lane >> 3); row < tile.width && row < 32 * i + 32; row += 4) {
-        const uint32_t from_row = __shfl_sync(0xffffffffu, source[i], row & 31);
-        const char* from = base + from_row * row_bytes + k * 2 + chunk * 16;
-        const uint32_t to = target + row * 128 + ((chunk ^ (row & 7)) << 4);
-        const uint32_t bytes = row < tile.rows ? 16 : 0;
+#pragma unroll 2
+      for (int row = 32 * i; row < min(width, 32 * i + 32); row += 8) {
 #pragma unroll
-        for (int block = 0; block < kStageK / 64; ++block) {
-          const bool past_end = tail && k + block * 64 >= k_end;
-          ptx::cp_async_16(to + block * block_bytes, past_end ? base : from + block * 128,
-                           past_end ? 0 : bytes);
+        for (int r = 0; r < 8; r += 4) {
+          const uint32_t offset = __shfl_sync(0xffffffffu, source[i], (row & 31) + r + first_row);
+          const char* row_from = from + uint64_t{offset} * 16;
+          const uint32_t row_to = r == 0 ? to : (to ^ 64u) + 512;
+          const uint32_t bytes = row + r + first_row < rows ? 16 : 0;
+#pragma unroll
+          for (int block = 0; block < kStageK / 64; ++block) {
+            ptx::cp_async_16(row_to + block * block_bytes, row_from + block * 128,
+                             kTail && block >= blocks ? 0 : bytes);
+          }
         }
+        to += 1024;
       }
     }
   }
@@ -83,17 +92,24 @@ struct TokenRole {
   __device__ __forceinline__ void gather(TileSlot& tile) {
     const int num_stages = tile.num_stages;
     if (ahead < num_stages) {
-      uint32_t source[kLaneRows];
-      find_rows(tile, source);
       const bool is_fc1 = tile.tile.phase == Phase::kFc1;
-      if (!is_fc1) wait_for_fc1(tile.tile.token_tile);
       const int k_end = is_fc1 ? params.hidden : params.intermediate;
-      const void* base = is_fc1 ? params.x : params.local.h;
+      const char* base = reinterpret_cast<const char*>(is_fc1 ? params.x : params.local.h);
+      const int width = tile.width;
+      const int rows = tile.rows;
+      uint32_t source[kLaneRows];
+      find_rows(tile, is_fc1, k_end / 8, source);
+      if (!is_fc1) wait_for_fc1(tile.tile.token_tile);
       for (; ahead < num_stages; ahead += kTokenWarps) {
         waiter.wait(token_empty_barrier(stage.index), stage.phase ^ 1u);
         __syncwarp();
-        copy_stage(tile, static_cast<const char*>(base), int64_t{2} * k_end, source, ahead * kStageK,
-                   k_end);
+        const int blocks = (k_end - ahead * kStageK) / 64;
+        const char* from = base + ahead * (kStageK * 2) + (lane & 7) * 16;
+        if (blocks >= kStageK / 64) {
+          copy_stage<false>(width, rows, from, source, blocks);
+        } else {
+          copy_stage<true>(width, rows, from, source, blocks);
+        }
         ptx::cp_async_wait_all();
         ptx::fence_proxy_async_shared();
         __syncwarp();

@@ -3,8 +3,9 @@
 #include "kernels/cuda/moe_layer/wait.cuh"
 #include "kernels/cuda/ptx/copy.cuh"
 
-// One thread: claims tiles, tells the other warps, and streams the weights of each through the ring. It
-// waits for free stages only, never for tokens, so FC2's weights are on their way while FC1 still runs.
+// One thread: claims tiles, tells the other warps, and streams the weights of each through the
+// ring. It waits for free stages only, never for tokens, so FC2's weights are on their way while
+// FC1 still runs.
 namespace expertd::cuda::moe_layer {
 
 __device__ __forceinline__ unsigned long long* claim_counter(const MoeLayerParams& params) {

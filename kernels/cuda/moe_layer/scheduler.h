@@ -4,10 +4,11 @@
 
 #include "kernels/layout/host_device.h"
 
-// The list of tiles of a step, the same on every CTA and on the host. A tile is a block of weight rows
-// (1..4 tiles of 64 rows) times a block of one slot's tokens. The list holds all FC1 tiles, then all FC2
-// tiles; inside, by slot, then weight rows, then token tile, so that neighbours in the list share
-// weights. CTAs claim tiles in list order, and an FC2 tile waits for FC1 tiles only: always lower ones.
+// The list of tiles of a step, the same on every CTA and on the host. A tile is a block of weight
+// rows (1..4 tiles of 64 rows) times a block of one slot's tokens. The list holds all FC1 tiles,
+// then all FC2 tiles; inside, by slot, then weight rows, then token tile, so that neighbours in the
+// list share weights. CTAs claim tiles in list order, and an FC2 tile waits for FC1 tiles only:
+// always lower ones.
 namespace expertd::cuda::moe_layer {
 
 // How the routes of one slot are cut into token tiles of at most `cap` rows (a multiple of 8).
@@ -73,8 +74,8 @@ EXPERTD_HD int FindLast(const uint32_t* table, int low, int high, uint32_t value
   return low;
 }
 
-EXPERTD_HD void AddSection(Schedule* schedule, const uint32_t* tile_begin, Phase phase, int first_slot,
-                           int end_slot, int height) {
+EXPERTD_HD void AddSection(Schedule* schedule, const uint32_t* tile_begin, Phase phase,
+                           int first_slot, int end_slot, int height) {
   const uint32_t token_tiles = tile_begin[end_slot] - tile_begin[first_slot];
   if (token_tiles == 0) return;
   const int rows = phase == Phase::kFc1 ? schedule->fc1_row_tiles : schedule->fc2_row_tiles;
@@ -85,8 +86,9 @@ EXPERTD_HD void AddSection(Schedule* schedule, const uint32_t* tile_begin, Phase
 
 }  // namespace internal
 
-// tile_begin [num_slots + 1]: token tiles before each slot. Tiles of 256 rows stream best; where they
-// would be few for the CTAs, and for the last slots of FC2 (the end of the list), 128 rows balance better.
+// tile_begin [num_slots + 1]: token tiles before each slot. Tiles of 256 rows stream best; where
+// they would be few for the CTAs, and for the last slots of FC2 (the end of the list), 128 rows
+// balance better.
 EXPERTD_HD Schedule MakeSchedule(const uint32_t* tile_begin, int num_slots, int fc1_row_tiles,
                                  int fc2_row_tiles, int num_ctas) {
   Schedule schedule;

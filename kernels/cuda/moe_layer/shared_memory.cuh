@@ -11,17 +11,17 @@
 //   [SharedState, padded to kStateBytes]
 //   [ring: tokens, num_token_stages x token_tile rows][ring: weights, num_stages x weight stage]
 //   [route_begin, slots + 1][tile_begin, slots + 1]
-// While routes are sorted the rings hold their counts. Everything before the tables has an address that
-// is a constant or comes from the parameters: roles keep no pointers in registers.
+// While routes are sorted the rings hold their counts. Everything before the tables has an address
+// that is a constant or comes from the parameters: roles keep no pointers in registers.
 namespace expertd::cuda::moe_layer {
 
 // A claimed tile on its way from the claiming warp to the others. `rows` < 0 ends the list.
 struct TileSlot {
   Tile tile;
-  int32_t width;         // rows of the token tile rounded up to 8: N of the multiplication
-  int32_t rows;          // valid rows
-  int32_t num_stages;    // of K
-  uint32_t first_route;  // position of the first row in the sorted routes
+  int32_t width;                  // rows of the token tile rounded up to 8: N of the multiplication
+  int32_t rows;                   // valid rows
+  int32_t num_stages;             // of K
+  uint32_t first_route;           // position of the first row in the sorted routes
   uint32_t route[kMaxTokenTile];  // t * K + k by row; written before the first stage is announced
 };
 
@@ -30,10 +30,10 @@ struct SharedState {
   uint64_t empty[kMaxStages];        // weights in registers: kExpertWarps arrivals
   uint64_t token_full[kMaxStages];   // tokens loaded: 1 arrival
   uint64_t token_empty[kMaxStages];  // tokens multiplied: kExpertWarps arrivals
-  uint64_t tile_full[kTileSlots];   // tile claimed: 1 arrival
-  uint64_t tile_done[kTileSlots];   // results stored: kExpertWarps arrivals
-  uint64_t tile_empty[kTileSlots];  // slot free: kTokenWarps arrivals + 1 of the announcing warp
-  uint32_t gave_up;                 // FaultCode of the CTA's first failed wait
+  uint64_t tile_full[kTileSlots];    // tile claimed: 1 arrival
+  uint64_t tile_done[kTileSlots];    // results stored: kExpertWarps arrivals
+  uint64_t tile_empty[kTileSlots];   // slot free: kTokenWarps arrivals + 1 of the announcing warp
+  uint32_t gave_up;                  // FaultCode of the CTA's first failed wait
   Schedule schedule;
   TileSlot tiles[kTileSlots];
 };
@@ -73,7 +73,7 @@ __device__ __forceinline__ uint32_t token_stage_address(const MoeLayerParams& pa
   return ptx::shared_address(shared_memory) + kStateBytes + stage * params.token_stage_bytes;
 }
 __device__ __forceinline__ uint32_t weight_stage_address(const MoeLayerParams& params, int stage,
-                                                 uint32_t stage_bytes) {
+                                                         uint32_t stage_bytes) {
   return ptx::shared_address(shared_memory) + params.weights_offset + stage * stage_bytes;
 }
 

@@ -7,8 +7,9 @@
 // The numbers that shape the kernel. Plain C++: kernel_config sizes a launch from them.
 namespace expertd::cuda::moe_layer {
 
-// Warp roles: 16 warps multiply (4 warpgroups, one 64-row tile each), one streams weights, two gather
-// tokens, one announces results. All of them route at the start; those that multiplied combine at the end.
+// Warp roles: 16 warps multiply (4 warpgroups, one 64-row tile each), one streams weights, two
+// gather tokens, one announces results. All of them route at the start; those that multiplied
+// combine at the end.
 inline constexpr int kExpertWarpgroups = 4;
 inline constexpr int kExpertWarps = kExpertWarpgroups * 4;
 inline constexpr int kTokenWarps = 2;
@@ -17,8 +18,8 @@ inline constexpr int kThreads = kWarps * 32;
 
 // Registers a thread: what is allocated at launch is moved from the producers to the consumers.
 inline constexpr int kRegistersAtLaunch = 96;
-inline constexpr int kExpertRegisters = 112;
-inline constexpr int kProducerRegisters = 32;
+inline constexpr int kExpertRegisters = 104;
+inline constexpr int kProducerRegisters = 64;
 static_assert(kThreads * kRegistersAtLaunch <= 65536, "a CTA fits the register file");
 static_assert(kExpertRegisters * kExpertWarps + kProducerRegisters * (kWarps - kExpertWarps) <=
                   kRegistersAtLaunch * kWarps,
@@ -33,8 +34,8 @@ inline constexpr int kStageK = kStageUnits * layout::kUnitK;
 inline constexpr int kTokenRowBytes = kStageK * 2;  // BF16
 inline constexpr int kMaxStages = 6;
 inline constexpr int kMaxTokenTile = 80;
-// A compiled variant has three token widths (N of the multiplication; the first has two) and serves
-// launches whose token_tile is at most its largest. More widths in one kernel cost the compiler the overlap
+// A compiled variant has two or three token widths (N of the multiplication) and serves launches
+// whose token_tile is at most its largest. More widths in one kernel cost the compiler the overlap
 // of multiplications with the expansion of the next weights.
 inline constexpr int kNumVariants = 6;
 inline constexpr int kVariantTokens[kNumVariants] = {16, 24, 32, 48, 64, kMaxTokenTile};
@@ -43,9 +44,10 @@ constexpr int VariantFor(int token_tile) {
   while (variant + 1 < kNumVariants && kVariantTokens[variant] < token_tile) ++variant;
   return variant;
 }
-inline constexpr int kTileSlots = 3;  // tiles between the claiming warp and the last consumer
+inline constexpr int kTileSlots = 3;      // tiles between the claiming warp and the last consumer
 inline constexpr int kStateBytes = 3072;  // barriers and tiles at the head of shared memory
-inline constexpr int kMaxSlots = 1024;  // expert slots of a rank: two tables of them lie in shared memory
+inline constexpr int kMaxSlots =
+    1024;  // expert slots of a rank: two tables of them lie in shared memory
 
 constexpr int WeightStageBytes(layout::WeightFormat format) {
   return kStageUnits * layout::kGroupTiles * layout::UnitBytes(format);

@@ -2,12 +2,13 @@
 
 #include "kernels/cuda/moe_layer/params.h"
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
-#include "kernels/cuda/ptx/memory.cuh"
 #include "kernels/cuda/ptx/mbarrier.cuh"
+#include "kernels/cuda/ptx/memory.cuh"
 
-// Every wait of the kernel. None is unbounded and none traps: who gives up says so once in the host's
-// record, raises `gave_up` (CTA) and `stopped` (rank), and passes. From then on the CTA claims no tile and
-// its waits for other CTAs pass at once, so that the kernel ends; its output means nothing.
+// Every wait of the kernel. None is unbounded and none traps: who gives up says so once in the
+// host's record, raises `gave_up` (CTA) and `stopped` (rank), and passes. From then on the CTA
+// claims no tile and its waits for other CTAs pass at once, so that the kernel ends; its output
+// means nothing.
 namespace expertd::cuda::moe_layer {
 
 __device__ __forceinline__ volatile uint32_t& gave_up_word() {
@@ -16,7 +17,7 @@ __device__ __forceinline__ volatile uint32_t& gave_up_word() {
 
 // First one wins the record; all of them end the CTA.
 __device__ __forceinline__ void give_up(const MoeLayerParams& params, uint32_t code, uint32_t tile,
-                                     uint32_t found, uint32_t waited_us) {
+                                        uint32_t found, uint32_t waited_us) {
   FaultRecord* fault = params.fault;
   if (atomicCAS_system(&fault->code, uint32_t{kNoFault}, code) == kNoFault) {
     fault->step = params.step;

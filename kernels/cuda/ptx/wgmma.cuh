@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
-// wgmma with BF16 inputs and f32 accumulators: D[64 x N] += A[64 x 16] B[16 x N], A from registers, B from
-// shared memory (K-major, 128-byte swizzle).
+// wgmma with BF16 inputs and f32 accumulators: D[64 x N] += A[64 x 16] B[16 x N], A from registers,
+// B from shared memory (K-major, 128-byte swizzle).
 namespace expertd::cuda::ptx {
 
 __device__ __forceinline__ void wgmma_fence() {
@@ -19,7 +19,8 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// A B descriptor is kDescriptor | address >> 4: rows of 128 bytes, groups of eight, 128-byte swizzle.
+// A B descriptor is kDescriptor | address >> 4: rows of 128 bytes, groups of eight, 128-byte
+// swizzle.
 inline constexpr uint64_t kDescriptor = uint64_t{64u | 1u << 30} << 32 | 1u << 16;
 
 template <int kN>
@@ -47,16 +48,16 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4]
 #define EXPERTD_O72 EXPERTD_O64, EXPERTD_D4(32)
 #define EXPERTD_O80 EXPERTD_O72, EXPERTD_D4(36)
 // n: N; a0..a3, b: operand numbers behind the N / 2 accumulators.
-#define EXPERTD_WGMMA(n, a0, a1, a2, a3, b)                                                          \
-  template <>                                                                                        \
-  __device__ __forceinline__ void wgmma<n>(float (&d)[n / 2], const uint32_t (&a)[4],                \
-                                           uint64_t descriptor) {                                    \
-    asm volatile(                                                                                    \
-        "{.reg .pred yes; setp.ne.b32 yes, 1, 0;"                                                    \
-        "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" EXPERTD_L##n "}, {%" #a0 ", %" #a1 \
-        ", %" #a2 ", %" #a3 "}, %" #b ", yes, 1, 1, 0;}"                                             \
-        : EXPERTD_O##n                                                                               \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor));                              \
+#define EXPERTD_WGMMA(n, a0, a1, a2, a3, b)                                         \
+  template <>                                                                       \
+  __device__ __forceinline__ void wgmma<n>(float(&d)[n / 2], const uint32_t(&a)[4], \
+                                           uint64_t descriptor) {                   \
+    asm volatile(                                                                   \
+        "{.reg .pred yes; setp.ne.b32 yes, 1, 0;"                                   \
+        "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" EXPERTD_L##n   \
+        "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", yes, 1, 1, 0;}"      \
+        : EXPERTD_O##n                                                              \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor));             \
   }
 EXPERTD_WGMMA(8, 4, 5, 6, 7, 8)
 EXPERTD_WGMMA(16, 8, 9, 10, 11, 12)
