@@ -10,10 +10,11 @@ namespace expertd::limits {
 inline constexpr int64_t kMaxHiddenSize = 32768;  // largest published H is 7168
 inline constexpr int64_t kMaxIntermediateSize =
     32768;  // largest published I is 3072 (dense ones are not ours)
-inline constexpr int64_t kGeometryMultiple = 32;  // one MXFP4 block; CUDA asks for 64 and says so
-inline constexpr int32_t kMaxExperts = 4096;      // largest published E is 896
-inline constexpr int32_t kMaxTopK = 32;           // largest published K is 16
-inline constexpr int32_t kMaxLayers = 1024;       // largest published count is 94
+inline constexpr int64_t kGeometryMultiple = 32;      // H and I: one MXFP4 block
+inline constexpr int64_t kCudaGeometryMultiple = 64;  // a row tile of the CUDA kernels
+inline constexpr int32_t kMaxExperts = 4096;          // largest published E is 896
+inline constexpr int32_t kMaxTopK = 32;               // largest published K is 16
+inline constexpr int32_t kMaxLayers = 1024;           // largest published count is 94
 inline constexpr int32_t kMaxRanks = 256;
 
 // --- files
@@ -30,9 +31,11 @@ inline constexpr int32_t kMaxTokensPerRank = 65536;
 inline constexpr int32_t kStepsInFlight = 2;         // one running, one staged (protocol of steps)
 inline constexpr int32_t kStepMemories = 3;          // the two in flight and one being answered
 inline constexpr int32_t kMaxQueuedRequests = 4096;  // all layers of a process together
-inline constexpr int64_t kMaxInflightBytes = 1ll << 30;       // request bytes held by a process
-inline constexpr int32_t kMaxStreamInflight = 64;             // requests of one ForwardStream
-inline constexpr int32_t kMaxConcurrentStreams = 1024;        // HTTP/2 streams of one connection
+inline constexpr int64_t kMaxInflightBytes = 1ll << 30;  // request bytes held by a process
+inline constexpr int32_t kMaxStreamInflight = 64;        // requests of one ForwardStream
+inline constexpr int32_t kMaxConcurrentStreams =
+    256;  // HTTP/2 streams of one connection; each may hold a message that is not decoded yet
+inline constexpr int64_t kTransportBytes = 64ll << 20;        // connections, beside the messages
 inline constexpr int64_t kMaxMessageBytes = (2ll << 30) - 1;  // protobuf's own limit
 inline constexpr int32_t kKeptAllocationBytes =
     32 << 20;  // glibc's largest threshold for staying off mmap

@@ -117,9 +117,15 @@ v1::ServerInfo App::MakeInfo() const {
   return info;
 }
 
+int64_t App::MaxReceivedBytes() const {
+  // Several of the largest messages, however small the budget of decoded ones is.
+  return std::max(config_.max_inflight_bytes, 4 * MaxMessageBytes(model_)) +
+         limits::kTransportBytes;
+}
+
 absl::StatusOr<std::string> App::Listen() {
   absl::StatusOr<Listening> listening =
-      expertd::Listen(config_.listen, MaxMessageBytes(model_),
+      expertd::Listen(config_.listen, MaxMessageBytes(model_), MaxReceivedBytes(),
                       {expert_service_.get(), model_service_.get(), &health_});
   if (!listening.ok()) return listening.status();
   server_ = std::move(listening->server);
@@ -127,6 +133,7 @@ absl::StatusOr<std::string> App::Listen() {
 }
 
 void App::StartLoading() {
+  if (state_.state() == v1::STATE_DRAINING) return;  // a signal came first
   loader_ = std::thread([this] {
     const absl::Status status = Load();
     if (status.ok()) return;

@@ -69,6 +69,7 @@ class App {
 
   absl::Status Load();
   v1::ServerInfo MakeInfo() const;
+  int64_t MaxReceivedBytes() const;
 
   const ServerConfig config_;
   const BackendFactory make_backend_;

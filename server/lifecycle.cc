@@ -5,7 +5,7 @@
 
 #include <atomic>
 #include <cerrno>
-#include <csignal>
+#include <utility>
 
 #include "config/check.h"
 #include "config/exit_codes.h"
@@ -25,17 +25,18 @@ void OnSignal(int signal) {
   errno = saved;
 }
 
-void Handle(int signal, void (*handler)(int)) {
+constexpr int kSignals[] = {SIGTERM, SIGINT, SIGPIPE};
+
+void Handle(int signal, void (*handler)(int), struct sigaction* before) {
   struct sigaction action {};
   action.sa_handler = handler;
   action.sa_flags = SA_RESTART;
-  sigaction(signal, &action, nullptr);
+  sigaction(signal, &action, before);
 }
 
 }  // namespace
 
-SignalWatcher::SignalWatcher(std::function<void()> on_terminate)
-    : on_terminate_(std::move(on_terminate)) {
+SignalWatcher::SignalWatcher() {
   EXPERTD_CHECK(signal_pipe.load() == -1);
   int ends[2];
   EXPERTD_CHECK(pipe2(ends, O_CLOEXEC) == 0);
@@ -44,17 +45,27 @@ SignalWatcher::SignalWatcher(std::function<void()> on_terminate)
   fcntl(write_end_, F_SETFL, O_NONBLOCK);
   signal_pipe.store(write_end_);
   thread_ = std::thread([this] { Run(); });
-  Handle(SIGTERM, OnSignal);
-  Handle(SIGINT, OnSignal);
+  for (int i = 0; i < 3; ++i) {
+    Handle(kSignals[i], kSignals[i] == SIGPIPE ? SIG_IGN : OnSignal, &before_[i]);
+  }
 }
 
 SignalWatcher::~SignalWatcher() {
-  Handle(SIGTERM, SIG_DFL);
-  Handle(SIGINT, SIG_DFL);
+  for (int i = 0; i < 3; ++i) sigaction(kSignals[i], &before_[i], nullptr);
   signal_pipe.store(-1);
   close(write_end_);  // the thread reads the end of the pipe
   thread_.join();
   close(read_end_);
+}
+
+void SignalWatcher::OnTerminate(std::function<void()> on_terminate) {
+  bool run_now;
+  {
+    std::lock_guard lock(mutex_);
+    run_now = signalled_;
+    if (!run_now) on_terminate_ = std::move(on_terminate);
+  }
+  if (run_now) on_terminate();
 }
 
 void SignalWatcher::Run() {
@@ -67,13 +78,19 @@ void SignalWatcher::Run() {
     if (terminating) {
       spdlog::warn("second signal: leaving at once");
       spdlog::default_logger()->flush();
-      Handle(signal, SIG_DFL);
+      Handle(signal, SIG_DFL, nullptr);
       kill(getpid(), signal);
       continue;
     }
     terminating = true;
     spdlog::info("signal {}: draining", int{signal});
-    on_terminate_();
+    std::function<void()> on_terminate;
+    {
+      std::lock_guard lock(mutex_);
+      signalled_ = true;
+      on_terminate = on_terminate_;
+    }
+    if (on_terminate != nullptr) on_terminate();
   }
 }
 

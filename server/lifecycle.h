@@ -1,6 +1,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <csignal>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -11,21 +12,30 @@
 namespace expertd {
 
 // SIGTERM and SIGINT while it lives. The handler only writes to a pipe; a thread reads it: the
-// first signal runs `on_terminate`, which must not block; the second ends the process at once, by
-// that signal. At most one in a process.
+// first signal runs what OnTerminate was given, the second ends the process at once, by that
+// signal. SIGPIPE is ignored: a log reader that went first must not end a process that drains.
+// At most one in a process.
 class SignalWatcher {
  public:
-  explicit SignalWatcher(std::function<void()> on_terminate);
+  SignalWatcher();
   ~SignalWatcher();  // restores what the signals did before
   SignalWatcher(const SignalWatcher&) = delete;
   SignalWatcher& operator=(const SignalWatcher&) = delete;
 
+  // `on_terminate` runs once and must not block: on the watcher's thread at the first signal, or
+  // here and now if that came before. Call once.
+  void OnTerminate(std::function<void()> on_terminate);
+
  private:
   void Run();
 
-  const std::function<void()> on_terminate_;
+  struct sigaction before_[3];
   int read_end_ = -1;
   int write_end_ = -1;
+  std::mutex mutex_;
+  // Guarded by mutex_.
+  bool signalled_ = false;
+  std::function<void()> on_terminate_;
   std::thread thread_;
 };
 

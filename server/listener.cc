@@ -75,6 +75,7 @@ void SetTransport(grpc::ServerBuilder& builder, int64_t max_message_bytes) {
 }  // namespace
 
 absl::StatusOr<Listening> Listen(const std::string& address, int64_t max_message_bytes,
+                                 int64_t max_received_bytes,
                                  const std::vector<grpc::Service*>& services) {
   // Adds itself to every builder made after the first call.
   static const bool reflection = [] {
@@ -85,6 +86,8 @@ absl::StatusOr<Listening> Listen(const std::string& address, int64_t max_message
 
   grpc::ServerBuilder builder;
   SetTransport(builder, max_message_bytes);
+  builder.SetResourceQuota(
+      grpc::ResourceQuota("received").Resize(static_cast<size_t>(max_received_bytes)));
   int port = 0;
   builder.AddListeningPort(address, grpc::InsecureServerCredentials(), &port);
   for (grpc::Service* service : services) builder.RegisterService(service);

@@ -1,5 +1,6 @@
 #include <malloc.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -46,13 +47,16 @@ int Complain(const absl::Status& status, int exit_code) {
 int Serve(const ServerConfig& given) {
   SetUpLogging(given.log_level, given.log_format);
   KeepMessageMemory();
+  std::unique_ptr<App> app;  // outlives the watcher, which calls it
+  SignalWatcher signals;     // first: reading headers from a slow disk takes a while
   ServerConfig config = given;
   config.backend = ResolveBackend(given);
-  const absl::StatusOr<std::unique_ptr<App>> app = App::Open(config, BackendFor(config.backend));
-  if (!app.ok()) return Complain(app.status(), App::ExitCode(app.status()));
-  const absl::StatusOr<std::string> address = (*app)->Listen();
+  absl::StatusOr<std::unique_ptr<App>> opened = App::Open(config, BackendFor(config.backend));
+  if (!opened.ok()) return Complain(opened.status(), App::ExitCode(opened.status()));
+  app = *std::move(opened);
+  signals.OnTerminate([&app] { app->BeginDrain(); });
+  const absl::StatusOr<std::string> address = app->Listen();
   if (!address.ok()) return Complain(address.status(), exit_codes::kOsError);
-  SignalWatcher signals([&app] { (*app)->BeginDrain(); });
   spdlog::info("listening on {}", *address);
   std::printf("%s\n", address->c_str());
   std::fflush(stdout);
@@ -60,13 +64,16 @@ int Serve(const ServerConfig& given) {
     const absl::Status written = WriteAddress(config.address_file, *address);
     if (!written.ok()) return Complain(written, exit_codes::kOsError);
   }
-  (*app)->StartLoading();
+  app->StartLoading();
 
-  const absl::Status over = (*app)->WaitUntilOver();
+  const absl::Status over = app->WaitUntilOver();
   if (!over.ok()) Complain(over, 0);
-  const absl::Time deadline = absl::Now() + absl::Milliseconds(config.drain_deadline_ms);
+  // After a failure every call has its answer: only the sending is left, and steps that hang.
+  const int64_t drain_ms = over.ok() ? config.drain_deadline_ms
+                                     : std::min(config.drain_deadline_ms, limits::kFailedDrainMs);
+  const absl::Time deadline = absl::Now() + absl::Milliseconds(drain_ms);
   Watchdog watchdog("shutdown", deadline + absl::Milliseconds(limits::kShutdownMarginMs));
-  (*app)->Shutdown(deadline);
+  app->Shutdown(deadline);
   return App::ExitCode(over);
 }
 

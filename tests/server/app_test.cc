@@ -165,6 +165,15 @@ TEST(App, ShutdownWhileLoadingIsPrompt) {
   EXPECT_TRUE(server.app->WaitUntilOver().ok());
 }
 
+TEST(App, ADrainThatBeganBeforeLoadingLoadsNothing) {
+  TestServer server(TestServer::Config(2), false);
+  server.gate->HoldLoading();  // a load would never end
+  server.app->BeginDrain();
+  server.app->StartLoading();
+  EXPECT_TRUE(server.app->WaitUntilOver().ok());
+  server.app->Shutdown(absl::Now() + absl::Seconds(20));
+}
+
 TEST(App, ADirectoryThatIsNoCheckpointIsRefused) {
   ServerConfig config = TestServer::Config(2);
   config.checkpoint = "/nonexistent";

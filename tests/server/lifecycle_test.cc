@@ -20,17 +20,42 @@ class LifecycleTest : public ::testing::Test {
 TEST_F(LifecycleTest, TheFirstSignalRunsTheCallback) {
   for (const int signal : {SIGTERM, SIGINT}) {
     std::promise<void> terminated;
-    SignalWatcher watcher([&] { terminated.set_value(); });
+    SignalWatcher watcher;
+    watcher.OnTerminate([&] { terminated.set_value(); });
     kill(getpid(), signal);
     EXPECT_EQ(terminated.get_future().wait_for(std::chrono::seconds(20)),
               std::future_status::ready);
   }
 }
 
+TEST_F(LifecycleTest, ASignalThatCameBeforeTheCallbackIsNotLost) {
+  std::promise<void> terminated;
+  SignalWatcher watcher;
+  kill(getpid(), SIGTERM);
+  absl::SleepFor(absl::Milliseconds(100));  // either order is right; mostly the signal is first
+  watcher.OnTerminate([&] { terminated.set_value(); });
+  EXPECT_EQ(terminated.get_future().wait_for(std::chrono::seconds(20)), std::future_status::ready);
+}
+
+TEST_F(LifecycleTest, ABrokenPipeDoesNotEndTheProcess) {
+  SignalWatcher watcher;
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  close(ends[0]);
+  EXPECT_EQ(write(ends[1], "x", 1), -1);
+  close(ends[1]);
+}
+
+TEST_F(LifecycleTest, TheSignalsDoAfterwardsWhatTheyDidBefore) {
+  const auto before = signal(SIGINT, SIG_IGN);
+  { SignalWatcher watcher; }
+  EXPECT_EQ(signal(SIGINT, before), SIG_IGN);
+}
+
 TEST_F(LifecycleTest, TheSecondSignalEndsTheProcessByThatSignal) {
   EXPECT_EXIT(
       {
-        SignalWatcher watcher([] {});
+        SignalWatcher watcher;
         kill(getpid(), SIGTERM);
         absl::SleepFor(absl::Milliseconds(100));
         kill(getpid(), SIGTERM);
