@@ -21,7 +21,6 @@ using HealthState = grpc::health::v1::HealthCheckResponse;
 
 constexpr char kPushbackTrailer[] = "grpc-retry-pushback-ms";
 constexpr char kPushbackPayload[] = "expertd/retry-pushback-ms";
-constexpr int kMaxFrameBytes = 16'777'215;  // HTTP/2's largest: fewer frames for megabytes of rows
 
 // Waiting for health: one question's own limit, and the pause between two.
 constexpr absl::Duration kHealthAskTimeout = absl::Seconds(2);
@@ -35,7 +34,7 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address, int64_t m
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);  // Forward is the one place that retries
-  arguments.SetInt(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kMaxFrameBytes);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, limits::kHttp2FrameBytes);
   // Not the "minimum" back-off: it is also how long an attempt to connect may take.
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);

@@ -25,10 +25,10 @@ class SelfTester {
 
   // All outlive it.
   SelfTester(const Checkpoint* checkpoint, const ServedModel* model, Engine* engine);
-  ~SelfTester();  // ends a running test between two tokens
+  ~SelfTester();  // ends a running test between two experts
 
   // `done` runs once, on the tester's thread, unless an error is returned here: RESOURCE_EXHAUSTED
-  // while another test runs. `cancelled` is checked between tokens.
+  // while another test runs. `cancelled` is checked between experts.
   absl::Status Start(const v1::SelfTestRequest& request, absl::Time deadline,
                      std::shared_ptr<const std::atomic<bool>> cancelled, Done done);
 

@@ -72,7 +72,12 @@ int RunSelfTest(const CallFlags& flags, Client* client) {
     request.set_num_tokens(flags.request.tokens);
     request.set_seed(flags.request.seed);
     const auto response = client->SelfTest(request, flags.timeout);
-    if (!response.ok()) return ReportClientError("call", response.status(), client);
+    if (!response.ok()) {
+      const absl::Status failed(response.status().code(),
+                                absl::StrCat("self-test of layer ", layer.layer(), ": ",
+                                             std::string(response.status().message())));
+      return ReportClientError("call", failed, client);
+    }
     if (flags.json) {
       absl::StrAppend(&json, json.empty() ? "[" : ",", ToJson(*response));
     } else {
@@ -218,7 +223,7 @@ void AddCallCommand(CLI::App& app, int* exit_code) {
       ->type_name("N");
   AddDType(command, &flags->request.dtype);
   AddDuration(command, "--wait", &flags->wait, "wait this long for the server to become healthy");
-  AddDuration(command, "--timeout", &flags->timeout, "of the request, retries included");
+  AddDuration(command, "--timeout", &flags->timeout, "of each request, its retries included");
   command->add_option("--attempts", flags->attempts, "tries of a Forward; 1 = no retry")
       ->capture_default_str()
       ->type_name("N")
