@@ -81,14 +81,21 @@ TEST(CudaOptionsTest, WhatTheKernelsCannotRunIsRefusedBeforeAnyLaunch) {
   narrow.hidden_size = 7168 + 32;
   absl::Status status = cuda::CheckOptions(Options(narrow));
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(status.message(),
-            "layer 3: hidden_size is 7200, the CUDA backend needs a multiple of 64");
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("layer 3: hidden_size: found 7200, expected a multiple of 64"));
 
   LayerSpec odd = Pro();
   odd.intermediate_size = 96;
   status = cuda::CheckOptions(Options(odd));
-  EXPECT_EQ(status.message(),
-            "layer 3: intermediate_size is 96, the CUDA backend needs a multiple of 64");
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("layer 3: intermediate_size: found 96, expected a multiple of 64"));
+
+  LayerSpec many = Pro();
+  many.num_experts = 1025;
+  EXPECT_EQ(cuda::CheckOptions(Options(many)).code(), absl::StatusCode::kInvalidArgument);
+  many.num_experts = 1024;
+  EXPECT_TRUE(cuda::CheckOptions(Options(many)).ok());
 
   BackendOptions too_many_tokens = Options(Pro());
   too_many_tokens.max_tokens_per_rank = limits::kMaxTokensPerRank + 1;
