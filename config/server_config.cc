@@ -97,28 +97,6 @@ Option Choice(std::string_view name, std::string_view names, std::string_view he
 
 constexpr std::string_view kLayersForm = "A-B, A- or A with 0 <= A <= B, or nothing for all";
 
-absl::Status ParseLayers(std::string_view text, ServerConfig* config) {
-  config->first_layer = 0;
-  config->last_layer = -1;
-  if (text.empty()) return absl::OkStatus();
-  const size_t dash = text.find('-');
-  int64_t first = 0;
-  int64_t last = -1;
-  if (!ParseInteger(text.substr(0, dash), &first)) return Wrong(text, kLayersForm);
-  if (dash == std::string_view::npos) {
-    last = first;
-  } else if (dash + 1 < text.size()) {
-    if (!ParseInteger(text.substr(dash + 1), &last) || last < 0) return Wrong(text, kLayersForm);
-  }
-  if (first < 0 || (last != -1 && last < first)) return Wrong(text, kLayersForm);
-  if (std::max(first, last) >= limits::kMaxLayers) {
-    return Wrong(text, absl::StrCat("layers below ", limits::kMaxLayers));
-  }
-  config->first_layer = static_cast<int32_t>(first);
-  config->last_layer = static_cast<int32_t>(last);
-  return absl::OkStatus();
-}
-
 std::string PrintLayers(const ServerConfig& config) {
   if (config.last_layer == -1 && config.first_layer == 0) return "";
   if (config.last_layer == -1) return absl::StrCat(config.first_layer, "-");
@@ -174,7 +152,9 @@ std::vector<Option> MakeOptions() {
            &C::model_name),
       {{"layers", "A-B", "serve these MoE layers only; empty: all"},
        Type::kString,
-       ParseLayers,
+       [](std::string_view text, C* config) {
+         return ParseLayers(text, &config->first_layer, &config->last_layer);
+       },
        PrintLayers},
       Switch("allow-symlinks", "follow links that leave the checkpoint directory",
              &C::allow_symlinks),
@@ -297,6 +277,28 @@ std::string EnvironmentName(std::string_view field) {
     name.push_back(c == '-' ? '_' : 'a' <= c && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c);
   }
   return name;
+}
+
+absl::Status ParseLayers(std::string_view text, int32_t* first_layer, int32_t* last_layer) {
+  *first_layer = 0;
+  *last_layer = -1;
+  if (text.empty()) return absl::OkStatus();
+  const size_t dash = text.find('-');
+  int64_t first = 0;
+  int64_t last = -1;
+  if (!ParseInteger(text.substr(0, dash), &first)) return Wrong(text, kLayersForm);
+  if (dash == std::string_view::npos) {
+    last = first;
+  } else if (dash + 1 < text.size()) {
+    if (!ParseInteger(text.substr(dash + 1), &last) || last < 0) return Wrong(text, kLayersForm);
+  }
+  if (first < 0 || (last != -1 && last < first)) return Wrong(text, kLayersForm);
+  if (std::max(first, last) >= limits::kMaxLayers) {
+    return Wrong(text, absl::StrCat("layers below ", limits::kMaxLayers));
+  }
+  *first_layer = static_cast<int32_t>(first);
+  *last_layer = static_cast<int32_t>(last);
+  return absl::OkStatus();
 }
 
 absl::StatusOr<Settings> SettingsFromToml(std::string_view toml, std::string_view file_name) {

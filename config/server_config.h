@@ -88,6 +88,10 @@ absl::StatusOr<Settings> SettingsFromToml(std::string_view toml, std::string_vie
 // `get_environment` is std::getenv or a test's map. Unset and empty variables give nothing.
 Settings SettingsFromEnvironment(const std::function<const char*(const char*)>& get_environment);
 
+// The form of --layers: "A-B", "A-" (last = -1) or "A"; empty = all (0 and -1). Both ends included.
+// INVALID_ARGUMENT "got ..., expected ...".
+absl::Status ParseLayers(std::string_view text, int32_t* first_layer, int32_t* last_layer);
+
 // `layers`: weakest first (file, environment, flags). INVALID_ARGUMENT with every problem, one a
 // line.
 absl::StatusOr<ServerConfig> MergeSettings(absl::Span<const Settings> layers);

@@ -145,10 +145,7 @@ void CheckpointBuilder::ReadShard(int32_t file, const std::string& name) {
     problems_->Add(At(name, header.status()));
     return;
   }
-  CheckpointFile& record = checkpoint_.files_[static_cast<size_t>(file)];
-  record.bytes = header->identity.bytes;
-  record.mtime_ns = header->identity.mtime_ns;
-  record.inode = header->identity.inode;
+  checkpoint_.files_[static_cast<size_t>(file)].identity = header->identity;
   shard_read_[static_cast<size_t>(file)] = true;
   for (const TensorInfo& tensor : header->tensors) {
     CheckListed(tensor, file, name);

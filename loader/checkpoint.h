@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "config/model_spec.h"
 #include "loader/families/family.h"
+#include "loader/file.h"
 #include "loader/problems.h"
 
 namespace expertd {
@@ -38,9 +39,7 @@ struct MatrixLocation {
 
 struct CheckpointFile {
   std::filesystem::path path;
-  uint64_t bytes = 0;
-  int64_t mtime_ns = 0;  // with bytes and inode: a file that changes during the load is an error
-  uint64_t inode = 0;
+  FileIdentity identity;  // a file that is another one during the load is an error
 };
 
 // A directory of safetensors shards whose headers and config were read and checked; no weight byte

@@ -1,37 +1,15 @@
 #include "loader/inspect.h"
 
 #include <algorithm>
-#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "config/cluster_spec.h"
-#include "loader/load_plan.h"
+#include "config/limits.h"
 #include "loader/verify.h"
 
 namespace expertd {
 namespace {
-
-constexpr int64_t kCudaGeometryMultiple = 64;  // of H and I: one tile of the kernel
-
-RankShare ShareOf(const Checkpoint& checkpoint, const Placement& placement, int32_t rank) {
-  const LoadPlan plan = MakeLoadPlan(checkpoint, placement, rank, 1);
-  RankShare share{
-      .rank = rank, .matrices = static_cast<int64_t>(plan.reads.size()), .bytes = plan.total_bytes};
-  std::set<int32_t> experts, files;
-  for (const PlannedRead& read : plan.reads) {
-    experts.insert(read.expert);
-    for (const FileRange* range :
-         {&read.location.codes, &read.location.scales, &read.location.second_level}) {
-      if (range->file >= 0) files.insert(range->file);
-    }
-  }
-  share.experts.assign(experts.begin(), experts.end());
-  for (const int32_t file : files) {
-    share.files.push_back(checkpoint.files()[static_cast<size_t>(file)].path.filename().string());
-  }
-  return share;
-}
 
 std::vector<BackendVerdict> Backends(const LayerSpec& spec) {
   std::vector<BackendVerdict> backends = {
@@ -39,10 +17,10 @@ std::vector<BackendVerdict> Backends(const LayerSpec& spec) {
   BackendVerdict cuda{.backend = "cuda", .architecture = "sm_90a", .can_serve = true};
   for (const auto& [name, size] : {std::pair{"hidden_size", spec.hidden_size},
                                    std::pair{"moe_intermediate_size", spec.intermediate_size}}) {
-    if (size % kCudaGeometryMultiple == 0) continue;
+    if (size % limits::kCudaGeometryMultiple == 0) continue;
     cuda.can_serve = false;
     absl::StrAppend(&cuda.reason, cuda.reason.empty() ? "" : "; ", name, ": found ", size,
-                    ", expected a multiple of ", kCudaGeometryMultiple);
+                    ", expected a multiple of ", limits::kCudaGeometryMultiple);
   }
   backends.push_back(std::move(cuda));
   return backends;
@@ -84,20 +62,22 @@ InspectReport Inspect(const std::filesystem::path& dir, const InspectOptions& op
     report.problems = Problems();
     report.checkpoint = Checkpoint::Examine(dir, only_rank, &report.problems);
   }
-  report.backends = Backends(spec);
   if (!report.problems.empty()) return report;
 
-  std::vector<int32_t> experts;
-  for (int32_t rank = 0; rank < options.num_ranks; ++rank) {
-    if (options.rank >= 0 && rank != options.rank) continue;
-    report.ranks.push_back(ShareOf(report.checkpoint, *placement, rank));
-    experts.insert(experts.end(), report.ranks.back().experts.begin(),
-                   report.ranks.back().experts.end());
-  }
+  const int32_t first_rank = std::max(options.rank, 0);
+  const int32_t num_ranks = options.rank >= 0 ? 1 : options.num_ranks;
+  report.ranks = SharesOf(report.checkpoint,
+                          MakeLoadPlan(report.checkpoint, *placement, first_rank, num_ranks),
+                          first_rank, num_ranks);
   if (options.verify) {
+    std::vector<int32_t> experts;
+    for (const RankShare& share : report.ranks) {
+      experts.insert(experts.end(), share.experts.begin(), share.experts.end());
+    }
     report.scales = VerifyScales(report.checkpoint, experts, &report.problems);
     report.verified = true;
   }
+  if (report.problems.empty()) report.backends = Backends(spec);
   return report;
 }
 

@@ -7,6 +7,7 @@
 
 #include "config/model_spec.h"
 #include "loader/checkpoint.h"
+#include "loader/load_plan.h"
 #include "loader/problems.h"
 
 namespace expertd {
@@ -16,15 +17,6 @@ struct InspectOptions {
   int32_t num_ranks = 1;
   int32_t rank = -1;    // look at this rank's share only; -1 = at all
   bool verify = false;  // also read block scales and second levels
-};
-
-// What one rank would load.
-struct RankShare {
-  int32_t rank = 0;
-  std::vector<int32_t> experts;
-  std::vector<std::string> files;
-  int64_t matrices = 0;
-  int64_t bytes = 0;
 };
 
 struct BackendVerdict {
@@ -50,8 +42,8 @@ struct InspectReport {
   std::filesystem::path dir;
   Checkpoint checkpoint;
   Problems problems;
-  std::vector<RankShare> ranks;  // empty if there are problems
-  std::vector<BackendVerdict> backends;
+  std::vector<RankShare> ranks;          // empty if headers and config have problems
+  std::vector<BackendVerdict> backends;  // empty if there are problems: none can serve it
   bool verified = false;
   std::vector<LayerScales> scales;
 

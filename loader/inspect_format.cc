@@ -158,7 +158,7 @@ std::string InspectJson(const InspectReport& report) {
   const Checkpoint& checkpoint = report.checkpoint;
   Json files = Json::array(), ranks = Json::array(), backends = Json::array();
   for (const CheckpointFile& file : checkpoint.files()) {
-    files.push_back({{"name", file.path.filename().string()}, {"bytes", file.bytes}});
+    files.push_back({{"name", file.path.filename().string()}, {"bytes", file.identity.bytes}});
   }
   for (const RankShare& share : report.ranks) {
     ranks.push_back({{"rank", share.rank},

@@ -4,10 +4,7 @@
 #include <set>
 #include <tuple>
 
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "config/check.h"
-#include "loader/expert_table.h"
 
 namespace expertd {
 namespace {
@@ -50,34 +47,29 @@ LoadPlan MakeLoadPlan(const Checkpoint& checkpoint, const Placement& placement, 
   return plan;
 }
 
-std::string DescribePlan(const Checkpoint& checkpoint, const Placement& placement,
-                         const LoadPlan& plan) {
-  struct RankTotals {
-    std::set<int32_t> experts;
-    std::set<int32_t> files;
-    int64_t matrices = 0;
-    uint64_t bytes = 0;
-  };
-  std::map<int32_t, RankTotals> ranks;
+std::vector<RankShare> SharesOf(const Checkpoint& checkpoint, const LoadPlan& plan,
+                                int32_t first_rank, int32_t num_ranks) {
+  std::vector<RankShare> shares(static_cast<size_t>(num_ranks));
+  std::vector<std::set<int32_t>> experts(shares.size()), files(shares.size());
   for (const PlannedRead& read : plan.reads) {
-    RankTotals& totals = ranks[read.id.rank];
-    totals.experts.insert(read.expert);
+    const auto rank = static_cast<size_t>(read.id.rank);
+    ++shares[rank].matrices;
+    shares[rank].bytes += static_cast<int64_t>(BytesOf(read.location));
+    experts[rank].insert(read.expert);
     for (const FileRange* range :
          {&read.location.codes, &read.location.scales, &read.location.second_level}) {
-      if (range->file >= 0) totals.files.insert(range->file);
+      if (range->file >= 0) files[rank].insert(range->file);
     }
-    ++totals.matrices;
-    totals.bytes += BytesOf(read.location);
   }
-  std::string text;
-  for (const auto& [rank, totals] : ranks) {
-    absl::StrAppendFormat(
-        &text, "rank %d: experts %s of %d, %d matrices, %.1f MB from %d of %d files\n", rank,
-        RangesText(std::vector<int32_t>(totals.experts.begin(), totals.experts.end())),
-        placement.num_experts(), totals.matrices, static_cast<double>(totals.bytes) / 1e6,
-        totals.files.size(), checkpoint.files().size());
+  for (size_t rank = 0; rank < shares.size(); ++rank) {
+    shares[rank].rank = first_rank + static_cast<int32_t>(rank);
+    shares[rank].experts.assign(experts[rank].begin(), experts[rank].end());
+    for (const int32_t file : files[rank]) {
+      shares[rank].files.push_back(
+          checkpoint.files()[static_cast<size_t>(file)].path.filename().string());
+    }
   }
-  return text;
+  return shares;
 }
 
 }  // namespace expertd

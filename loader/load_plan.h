@@ -28,8 +28,18 @@ struct LoadPlan {
 LoadPlan MakeLoadPlan(const Checkpoint& checkpoint, const Placement& placement, int32_t first_rank,
                       int32_t num_ranks);
 
-// One line a rank: experts, matrices, bytes, files.
-std::string DescribePlan(const Checkpoint& checkpoint, const Placement& placement,
-                         const LoadPlan& plan);
+// What one rank would load.
+struct RankShare {
+  int32_t rank = 0;
+  std::vector<int32_t> experts;    // ascending
+  std::vector<std::string> files;  // sorted
+  int64_t matrices = 0;
+  int64_t bytes = 0;
+};
+
+// The plan rank by rank, for people: what MakeLoadPlan(checkpoint, ..., first_rank, num_ranks)
+// gave.
+std::vector<RankShare> SharesOf(const Checkpoint& checkpoint, const LoadPlan& plan,
+                                int32_t first_rank, int32_t num_ranks);
 
 }  // namespace expertd

@@ -30,17 +30,13 @@ constexpr size_t kOpenFilesPerThread = 4;    // a matrix's parts may lie in diff
 constexpr absl::Duration kReservePatience = absl::Milliseconds(100);
 constexpr absl::Duration kProgressInterval = absl::Milliseconds(100);
 
-FileIdentity IdentityOf(const CheckpointFile& file) {
-  return {.bytes = file.bytes, .mtime_ns = file.mtime_ns, .inode = file.inode};
-}
-
 absl::Status CheckUnchanged(const ReadOnlyFile& open_file, const CheckpointFile& file) {
   const absl::StatusOr<FileIdentity> now = open_file.Identity();
   if (!now.ok()) return now.status();
-  if (*now == IdentityOf(file)) return absl::OkStatus();
+  if (*now == file.identity) return absl::OkStatus();
   return absl::DataLossError(absl::StrCat(file.path.string(), ": changed during the load: found ",
                                           DescribeIdentity(*now), ", expected ",
-                                          DescribeIdentity(IdentityOf(file))));
+                                          DescribeIdentity(file.identity)));
 }
 
 // One thread's open shards, the last used first. Every file is compared with what Checkpoint::Open

@@ -4,9 +4,9 @@
 #include <memory>
 #include <string>
 
-#include "absl/strings/numbers.h"
 #include "config/exit_codes.h"
 #include "config/limits.h"
+#include "config/server_config.h"
 #include "server/commands/commands.h"
 
 namespace expertd {
@@ -18,21 +18,6 @@ struct InspectFlags {
   InspectOptions options;
   bool json = false;
 };
-
-// "7" or "4-7", both ends included. CLI11's convention: an error text, empty if good.
-std::string ParseLayers(const std::string& text, CheckpointOptions* options) {
-  const size_t dash = text.find('-');
-  int32_t first = 0;
-  int32_t last = 0;
-  if (!absl::SimpleAtoi(text.substr(0, dash), &first) ||
-      !absl::SimpleAtoi(dash == std::string::npos ? text : text.substr(dash + 1), &last) ||
-      first < 0 || last < first) {
-    return "found \"" + text + "\", expected A or A-B with 0 <= A <= B";
-  }
-  options->first_layer = first;
-  options->last_layer = last;
-  return "";
-}
 
 int RunInspect(const InspectFlags& flags) {
   const InspectReport report = Inspect(flags.dir, flags.options);
@@ -60,9 +45,10 @@ void AddInspectCommand(CLI::App& app, int* exit_code) {
       ->check(CLI::Range(0, limits::kMaxRanks - 1));
   command
       ->add_option("--layers", flags->layers,
-                   "Layers to serve, A or A-B as the tensors are numbered (default: all)")
+                   "Layers to serve, A, A- or A-B as the tensors are numbered (default: all)")
       ->check([flags](const std::string& text) {
-        return ParseLayers(text, &flags->options.checkpoint);
+        CheckpointOptions& options = flags->options.checkpoint;
+        return std::string(ParseLayers(text, &options.first_layer, &options.last_layer).message());
       });
   command->add_flag("--json", flags->json, "One JSON document instead of text");
   command->add_flag("--verify", flags->options.verify,

@@ -11,8 +11,6 @@
 namespace expertd {
 namespace {
 
-using ::testing::HasSubstr;
-
 class LoadPlanTest : public ::testing::Test {
  protected:
   LoadPlanTest()
@@ -64,14 +62,18 @@ TEST_F(LoadPlanTest, TotalIsCodesScalesAndSecondLevels) {
                                    (weights / 2 + weights / 32)));         // mtp.0
 }
 
-TEST_F(LoadPlanTest, DescriptionHasALineForEachRank) {
+TEST_F(LoadPlanTest, SharesSayWhatEachRankReads) {
   const absl::StatusOr<Placement> placement = Placement::Redundant(6, 2, 4);
   ASSERT_TRUE(placement.ok());
   const LoadPlan plan = MakeLoadPlan(*checkpoint_, *placement, 0, 2);
-  const std::string text = DescribePlan(*checkpoint_, *placement, plan);
-  EXPECT_THAT(text, HasSubstr("rank 0: experts 0-3 of 6, 36 matrices, "));
-  EXPECT_THAT(text, HasSubstr("rank 1: experts 0-1, 4-5 of 6, 36 matrices, "));
-  EXPECT_THAT(text, HasSubstr("from 2 of 2 files\n"));
+  const std::vector<RankShare> shares = SharesOf(*checkpoint_, plan, 0, 2);
+  ASSERT_EQ(shares.size(), 2u);
+  EXPECT_EQ(shares[0].experts, (std::vector<int32_t>{0, 1, 2, 3}));
+  EXPECT_EQ(shares[1].experts, (std::vector<int32_t>{0, 1, 4, 5}));
+  EXPECT_EQ(shares[1].rank, 1);
+  EXPECT_EQ(shares[1].matrices, 36);
+  EXPECT_EQ(shares[0].bytes + shares[1].bytes, plan.total_bytes);
+  EXPECT_EQ(shares[0].files.size(), 2u);
 }
 
 }  // namespace
