@@ -30,10 +30,9 @@ __device__ __forceinline__ void store_intermediate(const MoeLayerParams& params,
                                                    const TileSlot& tile,
                                                    const float (&acc)[kWidth / 2], int row_tile,
                                                    int warp_in_group, int lane) {
-  const float* factors =
-      params.fc1_factors + (int64_t{tile.tile.slot} * (params.intermediate / 32) + row_tile) * 2;
-  const float gate_factor = factors[0];
-  const float up_factor = factors[1];
+  const int in_tile = row_tile - tile.tile.first_row_tile;
+  const float gate_factor = tile.factors[in_tile][0];
+  const float up_factor = tile.factors[in_tile][1];
   const float limit = params.swiglu_limit > 0 ? params.swiglu_limit : __int_as_float(0x7f800000);
   const int column = row_tile * 32 + warp_in_group * 8 + 2 * (lane & 3);
   uint16_t* h = params.local.h + int64_t{tile.first_route} * params.intermediate + column;
@@ -54,11 +53,10 @@ template <int kWidth>
 __device__ __forceinline__ void store_output(const MoeLayerParams& params, const TileSlot& tile,
                                              const float (&acc)[kWidth / 2], int row_tile,
                                              int warp_in_group, int lane) {
-  const float* factors =
-      params.fc2_factors + (int64_t{tile.tile.slot} * (params.hidden / 64) + row_tile) * 2;
+  const int in_tile = row_tile - tile.tile.first_row_tile;
   const int column = row_tile * 64 + warp_in_group * 16 + 2 * (lane & 3);
   uint16_t* y = params.local.y + column;
-  const float factor[2] = {factors[0], factors[1]};
+  const float factor[2] = {tile.factors[in_tile][0], tile.factors[in_tile][1]};
 #pragma unroll
   for (int j = 0; j < kWidth / 8; ++j) {
     const int row = 8 * j + (lane >> 2);

@@ -33,13 +33,6 @@ __device__ __forceinline__ void init_barriers() {
   ptx::fence_mbarrier_init();
 }
 
-// The unit past an odd number of K units is multiplied by zero tokens: it must be finite.
-__device__ __forceinline__ void clear_weights(uint8_t* memory, int bytes) {
-  for (int i = threadIdx.x * 16; i < bytes; i += kThreads * 16) {
-    *reinterpret_cast<uint4*>(memory + i) = make_uint4(0, 0, 0, 0);
-  }
-}
-
 __device__ __forceinline__ void mark(const MoeLayerParams& params, TimingMark which) {
   if constexpr (kRecordTiming) {
     if (params.timing) params.timing[blockIdx.x * kTimingMarks + which] = ptx::globaltimer_ns();
@@ -58,10 +51,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (claims) open_step(params);
   sort_routes(params, warp, lane);
-  const bool odd = ((params.hidden + 127) / 128 | (params.intermediate + 127) / 128) & 1;
-  if (odd)
-    clear_weights(shared_memory + params.weights_offset,
-                  params.tables_offset - params.weights_offset);
   ptx::fence_proxy_async_shared();
   __syncthreads();
   if (threadIdx.x == 0) mark(params, kMarkRouted);

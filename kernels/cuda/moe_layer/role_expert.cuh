@@ -102,23 +102,24 @@ struct ExpertRole {
     for (int i = 0; i < kWidth / 2; ++i) acc[i] = 0.0f;
     Packed first, second;
     int previous = -1;
-    int left = tile.num_stages;
+    int left = tile.num_units;
     wait_weights();
     load(first, 0);
 #pragma unroll 1
     do {
-      load(second, 1);
+      load(second, 1);  // garbage if the stage has one unit
       wait_tokens();
       const uint64_t tokens = token_descriptor();
       const int current = token_stage.index;
       token_stage.advance(params.num_token_stages);
       multiply<kWidth>(acc, first, tokens, previous);
       release_weights();  // all of the stage is in registers
-      if (--left > 0) {
+      left -= kStageUnits;
+      if (left > 0) {
         wait_weights();
         load(first, 0);
       }
-      multiply<kWidth>(acc, second, tokens + 2 * (kWidth * 8), -1);
+      if (left >= 0) multiply<kWidth>(acc, second, tokens + 2 * (kWidth * 8), -1);
       previous = current;
     } while (left > 0);
     ptx::wgmma_wait<0>();
@@ -133,7 +134,7 @@ struct ExpertRole {
 
   // A tile that is too low for this warpgroup leaves it idle.
   __device__ __forceinline__ void skip_tile(const TileSlot& tile) {
-    for (int i = 0; i < tile.num_stages; ++i) {
+    for (int i = num_stages_of(tile); i > 0; --i) {
       wait_weights();
       release_weights();
       waiter.wait(token_full_barrier(token_stage.index), token_stage.phase);

@@ -43,6 +43,13 @@ struct TokenRole {
     }
   }
 
+  __device__ __forceinline__ void find_factors(TileSlot& tile, bool is_fc1) const {
+    const int row_tiles = is_fc1 ? params.intermediate / 32 : params.hidden / 64;
+    const float* factors = (is_fc1 ? params.fc1_factors : params.fc2_factors) +
+                           (int64_t{tile.tile.slot} * row_tiles + tile.tile.first_row_tile) * 2;
+    if (lane < 2 * tile.tile.num_row_tiles) tile.factors[lane / 2][lane % 2] = factors[lane];
+  }
+
   __device__ __forceinline__ void wait_for_fc1(int token_tile) const {
     const int row_tiles = params.intermediate / 32;
     const uint32_t* done = params.local.fc1_done + token_tile * params.local.fc1_done_stride;
@@ -90,7 +97,7 @@ struct TokenRole {
   }
 
   __device__ __forceinline__ void gather(TileSlot& tile) {
-    const int num_stages = tile.num_stages;
+    const int num_stages = num_stages_of(tile);
     if (ahead < num_stages) {
       const bool is_fc1 = tile.tile.phase == Phase::kFc1;
       const int k_end = is_fc1 ? params.hidden : params.intermediate;
@@ -99,6 +106,7 @@ struct TokenRole {
       const int rows = tile.rows;
       uint32_t source[kLaneRows];
       find_rows(tile, is_fc1, k_end / 8, source);
+      if (ahead == 0) find_factors(tile, is_fc1);
       if (!is_fc1) wait_for_fc1(tile.tile.token_tile);
       for (; ahead < num_stages; ahead += kTokenWarps) {
         waiter.wait(token_empty_barrier(stage.index), stage.phase ^ 1u);

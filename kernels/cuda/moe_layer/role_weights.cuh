@@ -56,7 +56,7 @@ struct WeightRole {
     out.tile = tile;
     out.rows = min(pitch, routes - tile.tile_in_slot * pitch);
     out.width = RoundUp<kWidths...>(out.rows);
-    out.num_stages = (k + kStageK - 1) / kStageK;
+    out.num_units = (k + layout::kUnitK - 1) / layout::kUnitK;
     out.first_route = begin + tile.tile_in_slot * pitch;
   }
 

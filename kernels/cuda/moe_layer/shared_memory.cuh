@@ -18,11 +18,13 @@ namespace expertd::cuda::moe_layer {
 // A claimed tile on its way from the claiming warp to the others. `rows` < 0 ends the list.
 struct TileSlot {
   Tile tile;
-  int32_t width;                  // rows of the token tile rounded up to 8: N of the multiplication
-  int32_t rows;                   // valid rows
-  int32_t num_stages;             // of K
-  uint32_t first_route;           // position of the first row in the sorted routes
-  uint32_t route[kMaxTokenTile];  // t * K + k by row; written before the first stage is announced
+  int32_t width;         // rows of the token tile rounded up to 8: N of the multiplication
+  int32_t rows;          // valid rows
+  int32_t num_units;     // of K, 128 each
+  uint32_t first_route;  // position of the first row in the sorted routes
+  // Written before the tile's first token stage is announced:
+  float factors[layout::kGroupTiles][2];  // of the accumulators, by 64-row tile and half
+  uint32_t route[kMaxTokenTile];          // t * K + k by row
 };
 
 struct SharedState {
@@ -91,6 +93,10 @@ __device__ __forceinline__ uint32_t* sorted_routes(const MoeLayerParams& params)
 }
 __device__ __forceinline__ uint8_t* present_routes(const MoeLayerParams& params) {
   return params.local.present + blockIdx.x * params.local.max_routes;
+}
+
+__device__ __forceinline__ int num_stages_of(const TileSlot& tile) {
+  return (tile.num_units + kStageUnits - 1) / kStageUnits;
 }
 
 // Index in a ring and the parity of its current round.
