@@ -221,7 +221,7 @@ absl::Status CpuBackend::CheckMemory() const {
       "memory: ", weights_->bytes() + workspace, " bytes needed (weights ", weights_->bytes(),
       ", workspace ", workspace, " for max_tokens_per_rank ", max_tokens, "), found ", limit.bytes,
       " ", limit.source, " of which ", limits::kCpuReserveBytes, " stay in reserve; ",
-      fits == 0 ? "no max_tokens_per_rank fits: serve fewer layers (--layers)"
+      fits == 0 ? "no max_tokens_per_rank fits: serve fewer layers (--layers) or with fewer ranks"
                 : absl::StrCat("the largest max_tokens_per_rank that fits is ", fits)));
 }
 

@@ -92,7 +92,7 @@ class CallTest(ToolTest):
                 (("--layer", "9"), ["layer", "9", "0, 1"]),
                 (("--self-test", "9"), ["layer", "9"]),
                 (("--layer", "0", "--tokens", "2049"), ["num_tokens", "2049", str(1024 * harness.RANKS)]),
-                (("--self-test", "0", "--tokens", "99"), ["num_tokens", "99"])):
+                (("--self-test", "0", "--tokens", "99"), ["self-test of layer 0", "num_tokens", "99"])):
             _, error = self.call(*arguments, status=1)
             self.assertEqual(1, len(error.splitlines()), error)
             self.assertTrue(error.startswith("expertd call: "), error)
@@ -195,6 +195,14 @@ class InspectTest(harness.TestCase):
         self.assertIn("mxfp4", out.lower())
         out, _ = self.expect_status(0, harness.run("inspect", harness.golden("checkpoint"), "--json"))
         json.loads(out)
+
+    def test_layers_are_chosen_as_serve_chooses_them(self):
+        def inspect(layers, status):
+            return self.expect_status(status, harness.run("inspect", harness.golden("checkpoint"),
+                                                          "--layers", layers, "--json"))
+        self.assertEqual([1], [layer["layer"] for layer in json.loads(inspect("1-", 0)[0])["layers"]])
+        self.assertIn("--layers: found 9-, expected layers from 0 to 1", inspect("9-", 1)[0])
+        self.assertIn("A-B, A- or A", "".join(inspect("x", 2)))
 
     def test_a_broken_checkpoint_is_not_0(self):
         path = os.path.join(self.directory(), "broken")
