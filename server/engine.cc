@@ -70,8 +70,14 @@ void Engine::Submit(const std::shared_ptr<Call>& call) {
 }
 
 void Engine::Cancel(Call& call) {
-  if (!call.AnswerIfQueued(absl::CancelledError("cancelled while queued"))) return;
-  metrics_->CancelledInQueue();
+  // gRPC cancels a call at its deadline too, perhaps before the engine's thread woke up for it.
+  const bool expired = absl::Now() >= call.deadline;
+  const absl::Status status =
+      expired
+          ? absl::DeadlineExceededError("the deadline passed in the queue; nothing was computed")
+          : absl::CancelledError("cancelled while queued");
+  if (!call.AnswerIfQueued(status)) return;
+  expired ? metrics_->ExpiredInQueue() : metrics_->CancelledInQueue();
   batcher_.Remove(call);
   Wake();
 }

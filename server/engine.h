@@ -49,8 +49,9 @@ class Engine {
   // or while no generation serves are answered UNAVAILABLE. Zero tokens need no step.
   void Submit(const std::shared_ptr<Call>& call);
 
-  // Any thread: the client has gone. A queued call is answered CANCELLED and forgotten; one that is
-  // staged or launched runs on and only its answer is lost.
+  // Any thread: the client has gone. A queued call is forgotten and answered CANCELLED, or
+  // DEADLINE_EXCEEDED if its time had come; one that is staged or launched runs on and only its
+  // answer is lost.
   void Cancel(Call& call);
 
   // Any thread. A step that waits for more requests stops waiting once every open stream has one

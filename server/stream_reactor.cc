@@ -107,6 +107,8 @@ void StreamReactor::Accept(const std::shared_ptr<Item>& item) {
 void StreamReactor::Answered(const std::shared_ptr<Item>& item, const absl::Status& status) {
   context_.metrics->RequestAnswered(status.code());
   item->response.set_request_id(item->request.request_id());
+  // A refused request is in no budget: it must not lie here until its error item is written.
+  v1::ForwardRequest().Swap(&item->request);
   if (!status.ok()) {
     v1::RequestError* error = item->response.mutable_error();
     error->set_code(static_cast<int32_t>(status.code()));

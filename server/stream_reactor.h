@@ -28,7 +28,7 @@ class StreamReactor final
   void OnDone() override;
 
  private:
-  // A request and its answer; kept until the answer was written.
+  // A request, until it is answered, and its answer, until that was written.
   struct Item {
     v1::ForwardRequest request;
     v1::ForwardStreamResponse response;

@@ -328,6 +328,15 @@ TEST_F(EngineTest, ABatchWaitGathersRequests) {
   EXPECT_EQ(control_->Steps()[0].rows(), 3);
 }
 
+TEST_F(EngineTest, ACancelAtTheDeadlineIsAnExpiry) {
+  Start();
+  TestCall call(NumbersRequest(0, 1, 1), absl::Now());
+  engine_->Cancel(*call.call());
+  EXPECT_EQ(call.Wait().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(metrics_.expired_in_queue(), 1u);
+  EXPECT_EQ(metrics_.cancelled_in_queue(), 0u);
+}
+
 TEST_F(EngineTest, ABatchWaitEndsWhenEveryOpenStreamHasARequest) {
   Engine::Options options = Defaults();
   options.batch_wait = absl::Seconds(300);  // longer than a call waits here
