@@ -89,6 +89,12 @@ absl::StatusOr<KernelConfig> ChooseKernelConfig(const LayerShape& layer, int32_t
                                 ? kGoodStages
                                 : kMinStages;
   config.num_stages = StagesThatFit(layer, config.token_tile, config.num_token_stages);
+  // What is left over holds more tokens: their copies start later than the weights'.
+  while (config.num_token_stages < kMaxStages &&
+         SharedBytes(layer, config.token_tile, config.num_stages, config.num_token_stages + 1) <=
+             kMaxSharedBytes) {
+    ++config.num_token_stages;
+  }
   config.num_ctas = std::min(num_sms, layout::kMaxCtas);
   config.shared_bytes =
       SharedBytes(layer, config.token_tile, config.num_stages, config.num_token_stages);

@@ -9,15 +9,18 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "kernels/cuda/kernel_config.h"
@@ -354,23 +357,37 @@ class LayerBench {
     cudaFreeHost(const_cast<uint32_t*>(params_.stop));
   }
 
-  Row Run(bool sustained) {
-    row_.rel_err = RelErr();
-    Timer timer;
+  void Compare() { row_.rel_err = RelErr(); }
+
+  // On a card that was idle for a moment: see Idle.
+  void Burst() {
     std::vector<float> us;
     for (int i = 0; i < kRoutings * kBurstsPerRouting; ++i) {
       DisplaceL2(machine_);
-      us.push_back(timer.Us([&] { Launch(i % kRoutings); }));
+      us.push_back(timer_.Us([&] { Launch(i % kRoutings); }));
       if (i == kRoutings * kBurstsPerRouting / 2) row_.mhz = SmMhz(machine_);
     }
     std::sort(us.begin(), us.end());
     row_.us_median = us[us.size() / 2];
     row_.us_min = us[0];
     PrintTiming();
-    if (sustained) Sustain(timer);
     CheckFault();
-    return row_;
   }
+
+  void Sustain() {
+    const int per_half =
+        std::max(3, static_cast<int>(kSustainSeconds / 2 / (row_.us_median * 1e-6)));
+    for (int i = 0; i < per_half; ++i) Launch(i % kRoutings);
+    const int measured = per_half / kRoutings * kRoutings;
+    row_.us_sustained = timer_.Us([&] {
+      for (int i = 0; i < measured; ++i) Launch(i % kRoutings);
+    }) / measured;
+    row_.mhz_sustained = SmMhz(machine_);
+    CheckFault();
+  }
+
+  const Row& row() const { return row_; }
+  int tokens() const { return tokens_; }
 
  private:
   void MakeInputs() {
@@ -494,20 +511,10 @@ class LayerBench {
     return worst;
   }
 
-  void Sustain(Timer& timer) {
-    const int per_half =
-        std::max(3, static_cast<int>(kSustainSeconds / 2 / (row_.us_median * 1e-6)));
-    for (int i = 0; i < per_half; ++i) Launch(i % kRoutings);
-    const int measured = per_half / kRoutings * kRoutings;
-    row_.us_sustained = timer.Us([&] {
-      for (int i = 0; i < measured; ++i) Launch(i % kRoutings);
-    }) / measured;
-    row_.mhz_sustained = SmMhz(machine_);
-  }
-
   const Machine& machine_;
   const Layer& layer_;
   int tokens_;
+  Timer timer_;
   Row row_;
   moe_layer::MoeLayerParams params_;
   moe_layer::FaultRecord* fault_ = nullptr;
@@ -571,55 +578,82 @@ Machine FindMachine(const std::string& cublas) {
   return machine;
 }
 
-// --out FILE, --commit ID, --cublas LIBRARY, --burst (no sustained runs), then any number of
-// GEOMETRY:RECIPE:T,T,...
-int Main(int argc, char** argv) {
+// What ran before heats the card and lowers its clock: bursts are measured after a rest.
+void Idle(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+
+void Print(const Machine& machine, const Layer& layer, int tokens, const Row& row) {
+  std::printf(
+      "%-10s %s T %-5d %8.1f us (min %.1f) %5.0f GB/s = %5.1f%% %6.1f TFLOP/s | sustained %8.1f us "
+      "| "
+      "SM %.0f / %.0f MHz | error %.2e | %s | workspace %.1f MB\n",
+      layer.geometry.name, std::string(RecipeName(layer.spec.recipe)).c_str(), tokens,
+      row.us_median, row.us_min, row.bytes / row.us_median * 1e-3,
+      row.bytes / row.us_median * 1e-1 / machine.read_ceiling, row.flops / row.us_median * 1e-6,
+      row.us_sustained, row.mhz, row.mhz_sustained, row.rel_err, row.config.ToString().c_str(),
+      row.workspace_bytes * 1e-6);
+  std::fflush(stdout);
+}
+
+struct Options {
   std::string out, commit = "unknown", cublas;
   bool sustained = true;
   std::vector<std::string> jobs;
+};
+
+// GEOMETRY:RECIPE:T,T,...; all bursts, then all sustained runs.
+void RunJob(const Machine& machine, const Options& options, const std::string& job) {
+  const size_t colon = job.find(':'), last = job.rfind(':');
+  const std::string name = job.substr(0, colon);
+  const bool nv = job.substr(colon + 1, last - colon - 1) == "nvfp4";
+  for (const Geometry& geometry : kGeometries) {
+    if (name != geometry.name) continue;
+    const Layer layer = MakeLayer(geometry, nv ? Recipe::kNvfp4 : Recipe::kMxfp4);
+    std::vector<std::unique_ptr<LayerBench>> benches;
+    for (const std::string& tokens : Split(job.substr(last + 1))) {
+      benches.push_back(std::make_unique<LayerBench>(machine, layer, std::atoi(tokens.c_str())));
+      benches.back()->Compare();
+    }
+    Idle(options.sustained ? 2000 : 500);
+    for (auto& bench : benches) {
+      Idle(200);
+      bench->Burst();
+    }
+    for (auto& bench : benches) {
+      if (options.sustained) bench->Sustain();
+      Print(machine, layer, bench->tokens(), bench->row());
+      if (options.out.empty()) continue;
+      std::FILE* file = std::fopen(options.out.c_str(), "a");
+      if (file == nullptr) std::exit(1);
+      std::fprintf(file, "%s\n",
+                   Json(machine, layer, bench->tokens(), bench->row(), options.commit).c_str());
+      std::fclose(file);
+    }
+    benches.clear();
+    BENCH_CHECK(cudaFree(layer.block));
+    BENCH_CHECK(cudaFree(const_cast<int32_t*>(layer.table.first_slot)));
+  }
+}
+
+// --out FILE, --commit ID, --cublas LIBRARY, --burst (no sustained runs), then any number of
+// GEOMETRY:RECIPE:T,T,...
+int Main(int argc, char** argv) {
+  Options options;
   for (int i = 1; i < argc; ++i) {
     const std::string arg = argv[i];
     if (arg == "--out" && i + 1 < argc) {
-      out = argv[++i];
+      options.out = argv[++i];
     } else if (arg == "--commit" && i + 1 < argc) {
-      commit = argv[++i];
+      options.commit = argv[++i];
     } else if (arg == "--cublas" && i + 1 < argc) {
-      cublas = argv[++i];
+      options.cublas = argv[++i];
     } else if (arg == "--burst") {
-      sustained = false;
+      options.sustained = false;
     } else {
-      jobs.push_back(arg);
+      options.jobs.push_back(arg);
     }
   }
-  const Machine machine = FindMachine(cublas);
-  for (const std::string& job : jobs) {
-    const size_t colon = job.find(':'), last = job.rfind(':');
-    const std::string name = job.substr(0, colon), recipe = job.substr(colon + 1, last - colon - 1);
-    for (const Geometry& geometry : kGeometries) {
-      if (name != geometry.name) continue;
-      const Layer layer = MakeLayer(geometry, recipe == "nvfp4" ? Recipe::kNvfp4 : Recipe::kMxfp4);
-      for (const std::string& tokens : Split(job.substr(last + 1))) {
-        const int t = std::atoi(tokens.c_str());
-        const Row row = LayerBench(machine, layer, t).Run(sustained);
-        std::printf(
-            "%-10s %s T %-5d %8.1f us (min %.1f) %5.0f GB/s = %5.1f%% %6.1f TFLOP/s | sustained "
-            "%8.1f us | SM %.0f / %.0f MHz | error %.2e | %s | workspace %.1f MB\n",
-            geometry.name, recipe.c_str(), t, row.us_median, row.us_min,
-            row.bytes / row.us_median * 1e-3,
-            row.bytes / row.us_median * 1e-1 / machine.read_ceiling,
-            row.flops / row.us_median * 1e-6, row.us_sustained, row.mhz, row.mhz_sustained,
-            row.rel_err, row.config.ToString().c_str(), row.workspace_bytes * 1e-6);
-        std::fflush(stdout);
-        if (out.empty()) continue;
-        std::FILE* file = std::fopen(out.c_str(), "a");
-        if (file == nullptr) return 1;
-        std::fprintf(file, "%s\n", Json(machine, layer, t, row, commit).c_str());
-        std::fclose(file);
-      }
-      BENCH_CHECK(cudaFree(layer.block));
-      BENCH_CHECK(cudaFree(const_cast<int32_t*>(layer.table.first_slot)));
-    }
-  }
+  const Machine machine = FindMachine(options.cublas);
+  for (const std::string& job : options.jobs) RunJob(machine, options, job);
   return 0;
 }
 

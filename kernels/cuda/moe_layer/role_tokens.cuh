@@ -26,28 +26,41 @@ struct TokenRole {
     stage.index = token_warp;
   }
 
-  // Where the rows l, l + 32, ... of the tile begin, in lane l and in units of 16 bytes from the
-  // tensor's begin; the warp that has the tile's first stage also leaves the routes for those who
-  // store results.
-  __device__ __forceinline__ void find_rows(TileSlot& tile, bool is_fc1, uint32_t row_chunks,
-                                            uint32_t (&source)[kLaneRows]) const {
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      const int row = lane + 32 * i;
-      source[i] = 0;
-      if (row >= tile.rows) continue;
-      const uint32_t position = tile.first_route + row;
-      const uint32_t route = sorted_routes(params)[position];
-      if (ahead == 0) tile.route[row] = route;
-      source[i] = (is_fc1 ? route / static_cast<uint32_t>(params.top_k) : position) * row_chunks;
-    }
-  }
+  // What a lane knows of the tile's rows l, l + 32, ... : their routes and where they begin, in
+  // units of 16 bytes from the tensor's begin. And one of the tile's factors.
+  struct Rows {
+    uint32_t route[kLaneRows];
+    uint32_t source[kLaneRows];
+    float factor;
+  };
 
-  __device__ __forceinline__ void find_factors(TileSlot& tile, bool is_fc1) const {
+  __device__ __forceinline__ void find_rows(const TileSlot& tile, bool is_fc1, uint32_t row_chunks,
+                                            Rows& rows) const {
     const int row_tiles = is_fc1 ? params.intermediate / 32 : params.hidden / 64;
     const float* factors = (is_fc1 ? params.fc1_factors : params.fc2_factors) +
                            (int64_t{tile.tile.slot} * row_tiles + tile.tile.first_row_tile) * 2;
-    if (lane < 2 * tile.tile.num_row_tiles) tile.factors[lane / 2][lane % 2] = factors[lane];
+    rows.factor = ahead == 0 && lane < 2 * tile.tile.num_row_tiles ? factors[lane] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+      const int row = lane + 32 * i;
+      rows.route[i] = 0;
+      rows.source[i] = 0;
+      if (row >= tile.rows) continue;
+      const uint32_t position = tile.first_route + row;
+      rows.route[i] = sorted_routes(params)[position];
+      const uint32_t source =
+          is_fc1 ? rows.route[i] / static_cast<uint32_t>(params.top_k) : position;
+      rows.source[i] = source * row_chunks;
+    }
+  }
+
+  // By the warp that has the tile's first stage, for those who store results.
+  __device__ __forceinline__ void leave_rows(TileSlot& tile, const Rows& rows) const {
+    if (lane < 2 * tile.tile.num_row_tiles) tile.factors[lane / 2][lane % 2] = rows.factor;
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+      if (lane + 32 * i < tile.rows) tile.route[lane + 32 * i] = rows.route[i];
+    }
   }
 
   __device__ __forceinline__ void wait_for_fc1(int token_tile) const {
@@ -104,9 +117,8 @@ struct TokenRole {
       const char* base = reinterpret_cast<const char*>(is_fc1 ? params.x : params.local.h);
       const int width = tile.width;
       const int rows = tile.rows;
-      uint32_t source[kLaneRows];
-      find_rows(tile, is_fc1, k_end / 8, source);
-      if (ahead == 0) find_factors(tile, is_fc1);
+      Rows known;
+      find_rows(tile, is_fc1, k_end / 8, known);
       if (!is_fc1) wait_for_fc1(tile.tile.token_tile);
       for (; ahead < num_stages; ahead += kTokenWarps) {
         waiter.wait(token_empty_barrier(stage.index), stage.phase ^ 1u);
@@ -114,10 +126,11 @@ struct TokenRole {
         const int blocks = (k_end - ahead * kStageK) / 64;
         const char* from = base + ahead * (kStageK * 2) + (lane & 7) * 16;
         if (blocks >= kStageK / 64) {
-          copy_stage<false>(width, rows, from, source, blocks);
+          copy_stage<false>(width, rows, from, known.source, blocks);
         } else {
-          copy_stage<true>(width, rows, from, source, blocks);
+          copy_stage<true>(width, rows, from, known.source, blocks);
         }
+        if (ahead == 0) leave_rows(tile, known);
         ptx::cp_async_wait_all();
         ptx::fence_proxy_async_shared();
         __syncwarp();
