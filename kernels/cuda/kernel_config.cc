@@ -14,7 +14,6 @@ using moe_layer::kMaxSlots;
 using moe_layer::kMaxStages;
 using moe_layer::kMaxTokenTile;
 
-constexpr int kMultiple = 64;  // of H and I: a row tile, and K16 steps in whole 128-byte columns
 constexpr int kMinStages = 3;  // of either ring; fewer lose a third of the bandwidth
 constexpr int kGoodStages = 4;
 constexpr int kMinTokenTile = 16;
@@ -42,11 +41,11 @@ double BusySlot(const LayerShape& layer, int32_t tokens, int32_t top_k) {
 }
 
 absl::Status CheckMultiple(const char* field, int64_t found) {
-  if (found > 0 && found % kMultiple == 0 && found <= limits::kMaxHiddenSize)
+  if (found > 0 && found % limits::kCudaGeometryMultiple == 0 && found <= limits::kMaxHiddenSize)
     return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(field, ": found ", found,
-                                                 ", expected a multiple of ", kMultiple, " up to ",
-                                                 limits::kMaxHiddenSize, " for the CUDA kernel"));
+  return absl::InvalidArgumentError(absl::StrCat(
+      field, ": found ", found, ", expected a multiple of ", limits::kCudaGeometryMultiple,
+      " up to ", limits::kMaxHiddenSize, " for the CUDA kernel"));
 }
 
 }  // namespace

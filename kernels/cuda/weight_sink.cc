@@ -104,8 +104,8 @@ absl::StatusOr<MatrixBuffers> CudaWeightSink::Reserve(const MatrixId& id, absl::
 absl::Status CudaWeightSink::Commit(const MatrixId& id, float second_level) {
   if (absl::Status status = Check(id); !status.ok()) return status;
   if (!std::isfinite(second_level) || second_level <= 0) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        NameOf(id), ": second-level scale is ", second_level, ", must be finite and positive"));
+    return absl::InvalidArgumentError(absl::StrCat(NameOf(id), ": second-level scale is ",
+                                                   second_level, ", must be finite and positive"));
   }
   int32_t buffer;
   {
