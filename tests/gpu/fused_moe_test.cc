@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <ostream>
 #include <random>
 #include <string>
 #include <vector>
@@ -32,6 +33,8 @@ struct Geometry {
   int32_t top_k;
   float limit;
 };
+
+void PrintTo(const Geometry& geometry, std::ostream* out) { *out << geometry.name; }
 
 const Geometry kGeometries[] = {
     {"pro_fold", 7168, 3072, 48, 6, 10},   {"v3_fold", 7168, 2048, 32, 8, 0},
