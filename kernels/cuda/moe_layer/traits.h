@@ -49,6 +49,13 @@ inline constexpr int kStateBytes = 3072;  // barriers and tiles at the head of s
 inline constexpr int kMaxSlots =
     1024;  // expert slots of a rank: two tables of them lie in shared memory
 
+// Whether a compiled variant has this width. A launch's token_tile must be one: tiles of up to that
+// many rows are rounded up to a width, and a token stage holds token_tile rows.
+constexpr bool HasWidth(layout::WeightFormat format, int tokens) {
+  if (tokens < 8 || tokens > kMaxTokenTile || tokens % 8 != 0) return false;
+  return format == layout::WeightFormat::kMx || (tokens != 40 && tokens != 56);
+}
+
 constexpr int WeightStageBytes(layout::WeightFormat format) {
   return kStageUnits * layout::kGroupTiles * layout::UnitBytes(format);
 }
