@@ -327,9 +327,23 @@ class RefusalTest(WireTest):
 
 
 class QueueTest(WireTest):
-    """A step waits a second for more requests, so that requests stay in the queue."""
+    """A step waits a second for more requests, so that requests stay in the queue.
+
+    An idle stream is open beside the others: with a request of every stream a step would not wait.
+    """
 
     flags = ("--batch-wait-us", "1000000", "--max-queued-requests", "1")
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        no_tokens = {"layer": 0, "num_tokens": 0, "hidden_size": 256, "top_k": 1}
+        cls.idle = harness.IdleStream(cls.server.address, STREAM, no_tokens)
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.idle.stop()
+        super().tearDownClass()
 
     def test_a_full_queue_says_when_to_come_back(self):
         request = as_numbers(self.requests["l0-t1"])
@@ -363,6 +377,15 @@ class QueueTest(WireTest):
         request = {**as_numbers(self.requests["l0-t1"]), "timeout_ms": 100}
         items = documents(grpcurl("-emit-defaults", self.server.address, STREAM, data=request))
         self.assertEqual([4], [item["error"]["code"] for item in items])  # DEADLINE_EXCEEDED
+
+    def test_a_step_goes_at_once_when_every_stream_has_a_request(self):
+        server = harness.Daemon("--batch-wait-us", "1000000")
+        try:
+            answers = documents(grpcurl("-emit-defaults", server.address, STREAM,
+                                        data=as_numbers(self.requests["l0-t1"])))
+            self.assertLess(int(answers[0]["result"]["timing"]["queue_us"]), 900_000)
+        finally:
+            server.stop()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -187,6 +188,33 @@ def grpcurl(*arguments, data=None, timeout=RUN_SECONDS):
     if done.returncode != 0:
         raise GrpcurlError(done.stdout + done.stderr)
     return done.stdout
+
+
+class IdleStream:
+    """A stream that grpcurl holds open after one answer, until stop(); safe to repeat."""
+
+    def __init__(self, address, method, request):
+        self.popen = subprocess.Popen([find_grpcurl(), "-plaintext", "-d", "@", address, method],
+                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                      env=clean_environment(), text=True,
+                                      preexec_fn=_die_with_parent)
+        _running.append(self)
+        self.popen.stdin.write(json.dumps(request))
+        self.popen.stdin.flush()
+        # The answer says that the server knows the stream.
+        answered, _, _ = select.select([self.popen.stdout], [], [], RUN_SECONDS)
+        if not answered or not self.popen.stdout.readline():
+            self.stop()
+            raise AssertionError("no answer on the stream")
+
+    def stop(self):
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.wait(RUN_SECONDS)
+        self.popen.stdin.close()
+        self.popen.stdout.close()
+        if self in _running:
+            _running.remove(self)
 
 
 def _proto_names(value):
