@@ -192,11 +192,11 @@ void Engine::Launch(const internal::v1::Step& announced) {
   }
   launched.memory = *memory;
   launched.calls = batcher_.Take(key, int64_t{info.num_ranks} * info.max_tokens_per_rank);
-  launched.staged_at = absl::Now();
+  const absl::Time staged_at = absl::Now();
   launched.filled = FillStep(key, launched.calls, **memory, info.max_tokens_per_rank);
   launched.filled.step.generation = announced.generation();
   launched.filled.step.step = announced.step();
-  launched.fill_us = absl::ToInt64Microseconds(absl::Now() - launched.staged_at);
+  launched.fill_us = absl::ToInt64Microseconds(absl::Now() - staged_at);
   for (const auto& call : launched.calls) call->Launch();
 
   if (launched_.empty()) oldest_since_ = absl::Now();
@@ -236,6 +236,9 @@ void Engine::Complete(const StepResult& result) {
 
 void Engine::AnswerCalls(const Launched& launched, const StepTiming& timing) {
   const MoeStep& step = launched.filled.step;
+  const absl::Time now = absl::Now();
+  const int64_t in_step_us =
+      launched.fill_us + timing.copy_in_us + timing.kernel_us + timing.copy_out_us;
   for (size_t i = 0; i < launched.calls.size(); ++i) {
     const RequestView& view = launched.calls[i]->view;
     const int64_t row_bytes = view.hidden_size * DTypeBytes(step.output_dtype);
@@ -244,8 +247,9 @@ void Engine::AnswerCalls(const Launched& launched, const StepTiming& timing) {
       const char* output = static_cast<const char*>(step.ranks[placed.rank].output);
       answer.rows.push_back({output + placed.first_row * row_bytes, placed.count});
     }
-    answer.timing.queue_us =
-        absl::ToInt64Microseconds(launched.staged_at - launched.calls[i]->accepted_at);
+    // What is left of the time since acceptance: in the queue, then staged behind the step before.
+    const int64_t held_us = absl::ToInt64Microseconds(now - launched.calls[i]->accepted_at);
+    answer.timing.queue_us = std::max<int64_t>(0, held_us - in_step_us);
     answer.timing.copy_in_us = launched.fill_us + timing.copy_in_us;
     answer.timing.kernel_us = timing.kernel_us;
     answer.timing.copy_out_us = timing.copy_out_us;

@@ -74,7 +74,6 @@ class Engine {
     StepMemory* memory = nullptr;
     FilledStep filled;
     std::vector<std::shared_ptr<Call>> calls;
-    absl::Time staged_at;
     int64_t fill_us = 0;
   };
 

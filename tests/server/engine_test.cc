@@ -78,6 +78,21 @@ TEST_F(EngineTest, ARequestIsAnswered) {
   EXPECT_EQ(call.timing().step_tokens, 5);
 }
 
+TEST_F(EngineTest, WaitingBehindTheRunningStepIsQueueTime) {
+  Start();
+  control_->Hold();
+  TestCall running(NumbersRequest(1, 1, 1)), staged(NumbersRequest(1, 1, 1));
+  engine_->Submit(running.call());
+  ASSERT_TRUE(control_->WaitForSubmitted(1));
+  engine_->Submit(staged.call());
+  ASSERT_TRUE(control_->WaitForSubmitted(2));
+  absl::SleepFor(absl::Milliseconds(30));
+  control_->Release();
+  EXPECT_TRUE(running.Wait().ok());
+  EXPECT_TRUE(staged.Wait().ok());
+  EXPECT_GE(staged.timing().queue_us, 29'000);
+}
+
 TEST_F(EngineTest, ZeroTokensAreAnsweredWithoutAStep) {
   Start();
   TestCall call(NumbersRequest(1, 0, 2));
