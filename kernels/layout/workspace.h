@@ -5,11 +5,14 @@
 #include "kernels/layout/host_device.h"
 
 // Device memory of one rank beside the weights, one layout for host and device, pooled over all
-// layers. Sized for the worst routing: every route of the group to this rank. Zeroed once when it
-// is allocated; after that every word is compared with the step that wrote it, and nothing is
-// reset. A step that left a fault record ends the workspace: it is zeroed (or allocated anew)
-// before the next step.
+// layers. With several ranks it is the symmetric window: every rank has the same shape, and peers
+// write the regions named below. Sized for the worst routing: every route of the group to this
+// rank. Zeroed once when it is allocated; after that every word is compared with the step that
+// wrote it, and nothing is reset. A step that left a fault record ends the workspace: all ranks'
+// kernels end, then it is zeroed (or allocated anew) before the next step.
 namespace expertd::layout {
+
+inline constexpr int kMaxKernelRanks = 32;  // ranks that exchange rows inside the kernel
 
 struct WorkspaceShape {
   int num_ranks = 1;
@@ -19,10 +22,12 @@ struct WorkspaceShape {
   int hidden = 0;               // H
   int intermediate = 0;         // I
 
-  // Routes that can meet on this rank.
-  EXPERTD_HD constexpr int64_t max_routes() const {
-    return int64_t{1} * num_ranks * max_tokens_per_rank * max_top_k;
+  // Routes of one rank's tokens.
+  EXPERTD_HD constexpr int64_t rank_routes() const {
+    return int64_t{1} * max_tokens_per_rank * max_top_k;
   }
+  // Routes that can meet on this rank.
+  EXPERTD_HD constexpr int64_t max_routes() const { return num_ranks * rank_routes(); }
   // A token tile has at least 8 rows unless it is the last of its slot.
   EXPERTD_HD constexpr int64_t max_token_tiles() const {
     const int64_t routes = max_routes();
@@ -37,18 +42,59 @@ struct WorkspaceHead {
   uint32_t unused[29];
 };
 
-// Byte offsets from the workspace's base; every region starts on 256 bytes.
+// A peer's ids, weights and row numbers come in chunks of so many routes, each with its own flag.
+inline constexpr int kRouteChunk = 2048;
+// Columns of a partial row that one flag covers.
+inline constexpr int kPartialColumns = 256;
+
+EXPERTD_HD constexpr int NumRouteChunks(int64_t routes) {
+  const int64_t chunks = (routes + kRouteChunk - 1) / kRouteChunk;
+  return static_cast<int>(chunks > 0 ? chunks : 1);  // one that says so where there are none
+}
+EXPERTD_HD constexpr int NumPartialSlices(int hidden) {
+  return (hidden + kPartialColumns - 1) / kPartialColumns;
+}
+
+// A chunk's flag: the step that wrote it, and the tokens and K of the writing rank's step.
+EXPERTD_HD constexpr uint64_t RouteFlag(uint32_t step, int tokens, int top_k) {
+  return uint64_t{step} << 32 | static_cast<uint32_t>(tokens) << 8 | static_cast<uint32_t>(top_k);
+}
+EXPERTD_HD constexpr uint32_t StepOfFlag(uint64_t flag) {
+  return static_cast<uint32_t>(flag >> 32);
+}
+EXPERTD_HD constexpr int TokensOfFlag(uint64_t flag) {
+  return static_cast<int>(static_cast<uint32_t>(flag) >> 8);
+}
+EXPERTD_HD constexpr int TopKOfFlag(uint64_t flag) { return static_cast<int>(flag & 0xffu); }
+
+// Where `from` writes on `to`: the other ranks in order, from != to.
+EXPERTD_HD constexpr int PeerIndex(int from, int to) { return from < to ? from : from - 1; }
+
+// Byte offsets from the workspace's base; every region starts on 256 bytes. P = R - 1 peers.
 struct WorkspaceOffsets {
   int64_t head = 0;
-  int64_t routes = 0;   // [kMaxCtas][max_routes] u32: route (t * K + k) by slot, in route order
-  int64_t present = 0;  // [kMaxCtas][max_routes] u8: whether this rank computes the route
-  int64_t fc1_done =
-      0;  // [max_token_tiles][fc1_stride] u32: step in which that 64-row tile was written
+  // Written by peers. Two buffers (step mod 2) where a peer may be a step ahead.
+  int64_t route_flags = 0;    // [2][P][chunks] u64, RouteFlag
+  int64_t route_ids = 0;      // [2][P][T K] i32, expert or -1
+  int64_t route_weights = 0;  // [2][P][T K] f32
+  int64_t route_rows = 0;     // [2][P][T] i32, row in request
+  int64_t token_flags = 0;    // [2][P][T] u32, step
+  int64_t tokens = 0;         // [2][P][T][H] BF16; only rows with a route to this rank come
+  int64_t partial_flags = 0;  // [P][T][slices] u32, step
+  int64_t partials = 0;       // [P][T][H] F32, or BF16 at the same strides in elements
+  // This rank's own.
+  int64_t routes = 0;    // [kMaxCtas][max_routes] u32: global route by slot, in route order
+  int64_t present = 0;   // [kMaxCtas][max_routes] u8: whether this rank computes the route
+  int64_t fc1_done = 0;  // [max_token_tiles][fc1_stride] u32: step that wrote that 64-row tile
   int64_t fc2_done = 0;  // [max_token_tiles][fc2_stride] u32
   int64_t h = 0;         // [max_routes][I] BF16, in the order of `routes`
-  int64_t y = 0;         // [max_routes][H] BF16, by route
+  int64_t y = 0;         // [max_routes][H] BF16, by global route
   int64_t bytes = 0;
+
   int64_t max_routes = 0;
+  int32_t max_tokens = 0;   // T of the strides
+  int32_t max_chunks = 0;   // of route_flags
+  int64_t rank_routes = 0;  // T K of the strides
 };
 
 // Every CTA sorts the routes for itself; a copy each, for 132 of them that write the same words
@@ -62,23 +108,38 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
   WorkspaceOffsets offsets;
   const int64_t routes = shape.max_routes();
   const int64_t tiles = shape.max_token_tiles();
+  const int64_t peers = shape.num_ranks - 1;
+  const int64_t peer_tokens = peers * shape.max_tokens_per_rank;
+  offsets.max_routes = routes;
+  offsets.max_tokens = shape.max_tokens_per_rank;
+  offsets.max_chunks = NumRouteChunks(shape.rank_routes());
+  offsets.rank_routes = shape.rank_routes();
   int64_t end = 0;
   const int64_t sizes[] = {int64_t{sizeof(WorkspaceHead)},
+                           2 * peers * offsets.max_chunks * 8,
+                           2 * peers * shape.rank_routes() * 4,
+                           2 * peers * shape.rank_routes() * 4,
+                           2 * peer_tokens * 4,
+                           2 * peer_tokens * 4,
+                           2 * peer_tokens * shape.hidden * 2,
+                           peer_tokens * NumPartialSlices(shape.hidden) * 4,
+                           peer_tokens * shape.hidden * 4,
                            routes * 4 * kMaxCtas,
                            routes * kMaxCtas,
                            tiles * DoneStride(2 * shape.intermediate) * 4,
                            tiles * DoneStride(shape.hidden) * 4,
                            routes * shape.intermediate * 2,
                            routes * shape.hidden * 2};
-  int64_t* const fields[] = {&offsets.head,     &offsets.routes,   &offsets.present,
-                             &offsets.fc1_done, &offsets.fc2_done, &offsets.h,
-                             &offsets.y};
-  for (int i = 0; i < 7; ++i) {
+  int64_t* const fields[] = {
+      &offsets.head,       &offsets.route_flags, &offsets.route_ids, &offsets.route_weights,
+      &offsets.route_rows, &offsets.token_flags, &offsets.tokens,    &offsets.partial_flags,
+      &offsets.partials,   &offsets.routes,      &offsets.present,   &offsets.fc1_done,
+      &offsets.fc2_done,   &offsets.h,           &offsets.y};
+  for (int i = 0; i < static_cast<int>(sizeof(sizes) / sizeof(sizes[0])); ++i) {
     *fields[i] = end;
     end = (end + sizes[i] + 255) / 256 * 256;
   }
   offsets.bytes = end;
-  offsets.max_routes = routes;
   return offsets;
 }
 

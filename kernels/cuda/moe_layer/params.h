@@ -8,13 +8,14 @@
 
 namespace expertd::cuda::moe_layer {
 
-// Who waited for what when a step gave up. In host-mapped memory, zero before the step; the first
-// CTA that gives up claims it (`code`), fills it and sets `complete` last.
+// Who waited for whom when a step gave up. In host-mapped memory of the waiting rank, zero before
+// the step; the first CTA that gives up claims it (`code`), fills it and sets `complete` last.
 struct FaultRecord {
   uint32_t code;  // FaultCode
   uint32_t step;
   uint32_t cta;
-  uint32_t tile;      // index in the tile list, or the route for kWaitFc2
+  uint32_t tile;      // what was waited for: the code says which number this is
+  uint32_t peer;      // the rank that was waited for; this rank where nobody else was
   uint32_t found;     // what the word read
   uint32_t expected;  // what it was waited for
   uint32_t waited_us;
@@ -23,13 +24,27 @@ struct FaultRecord {
 
 enum FaultCode : uint32_t {
   kNoFault = 0,
-  kWaitFc1 = 1,       // an FC2 tile waited for the intermediate of its tokens
-  kWaitFc2 = 2,       // combine waited for the expert outputs of a token
+  kWaitFc1 = 1,       // an FC2 tile waited for the intermediate of its tokens; tile: token tile
+  kWaitFc2 = 2,       // combine waited for the expert outputs of this rank; tile: CTA
   kWaitPipeline = 3,  // a wait inside a CTA: a defect of this kernel or of the machine
   kStopped = 4,       // the host's stop word
+  kWaitRoutes = 5,    // routing waited for a peer's ids; tile: chunk
+  kWaitTokens = 6,    // an FC1 tile waited for a peer's rows; tile: token of the peer
+  kWaitPartials = 7,  // combine waited for a peer's partial row; tile: token of this rank
 };
 
-// The regions of this rank's workspace (layout::WorkspaceOffsets), as Launch finds them.
+// For tests: the role that does this never does it, so that whoever waits for it must give up.
+enum StallPoint : int32_t {
+  kStallNowhere = 0,
+  kStallRoutes = 1,    // dispatch sends no ids
+  kStallTokens = 2,    // dispatch sends no rows
+  kStallFc1 = 3,       // nobody announces FC1 tiles
+  kStallFc2 = 4,       // nobody announces FC2 tiles
+  kStallPartials = 5,  // combine returns no partial rows
+};
+
+// The regions of this rank's workspace that only it touches (layout::WorkspaceOffsets), as Launch
+// finds them.
 struct LocalMemory {
   layout::WorkspaceHead* head = nullptr;
   uint32_t* routes = nullptr;  // one copy a CTA
@@ -61,7 +76,7 @@ struct MoeLayerParams {
   const int32_t* row_in_request = nullptr;  // [T], or null: 0, 1, ... (matters for replicas only)
   void* output = nullptr;                   // [T, H]; every element is written
   int32_t output_f32 = 0;                   // output is F32 instead of BF16
-  uint32_t step = 0;                        // 1, 2, ... since the workspace was zeroed
+  uint32_t step = 0;  // 1, 2, ... since the workspace was zeroed, the same on every rank
 
   // placement: the replica of a route is slots[first_slot[e] + row_in_request % count]
   const int32_t* first_slot = nullptr;  // [E + 1]
@@ -74,8 +89,9 @@ struct MoeLayerParams {
   const float* fc2_factors = nullptr;
   float swiglu_limit = 0;  // 0 = no clamp
 
-  // memory of the rank
+  // memory of the ranks
   PeerMap peers;
+  int32_t partials_bf16 = 0;  // partial rows cross rounded to BF16 instead of as F32
   layout::WorkspaceOffsets workspace;
   LocalMemory local;  // set by Launch
 
@@ -91,6 +107,7 @@ struct MoeLayerParams {
   const uint32_t* stop = nullptr;  // non-zero: end soon
   FaultRecord* fault = nullptr;
   uint64_t timeout_ns = 0;  // of every wait
+  StallPoint stall = kStallNowhere;
 
   uint64_t* timing = nullptr;  // [CTA][kTimingMarks] globaltimer, if the kernel records it
 };
