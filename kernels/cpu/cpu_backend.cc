@@ -17,6 +17,7 @@
 #include "kernels/cpu/mapped_memory.h"
 #include "kernels/cpu/rank_worker.h"
 #include "kernels/cpu/weight_store.h"
+#include "kernels/step_memory_pool.h"
 
 namespace expertd::cpu {
 namespace {
@@ -43,8 +44,10 @@ class CpuBackend final : public Backend {
 
   const BackendInfo& info() const override { return info_; }
   WeightSink& sink() override { return *weights_; }
-  absl::StatusOr<StepMemory*> AcquireStep(absl::Time deadline) override;
-  void ReleaseStep(StepMemory* memory) override;
+  absl::StatusOr<StepMemory*> AcquireStep(absl::Time deadline) override {
+    return memories_->Acquire(deadline);
+  }
+  void ReleaseStep(StepMemory* memory) override { memories_->Release(memory); }
   absl::Status Submit(const MoeStep& step, Done done) override;
   void AbortSteps(const absl::Status& reason) override;
 
@@ -54,17 +57,12 @@ class CpuBackend final : public Backend {
     std::deque<std::shared_ptr<StepRun>> queue;  // at most kStepsInFlight, guarded by mutex_
     std::thread thread;
   };
-  struct Memory {
-    MappedMemory block;
-    StepMemory step;
-    bool free = true;
-  };
 
   explicit CpuBackend(const CpuBackendOptions& options);
   absl::Status CheckMemory() const;
   RankWorker::Config WorkerConfig(int32_t local_rank, int32_t max_tokens) const;
   int64_t WorkspaceBytes(int32_t max_tokens) const;
-  size_t PlaceStep(int32_t max_tokens, StepMemory* step, uint8_t* base) const;
+  StepMemoryPool::Shape MemoryShape(int32_t max_tokens) const { return {max_tokens, max_hidden_}; }
   absl::Status CreateMemories();
   absl::Status CreateRanks();
   void FillInfo();
@@ -80,12 +78,12 @@ class CpuBackend final : public Backend {
   int64_t max_intermediate_ = 0;
   BackendInfo info_;
   std::unique_ptr<WeightStore> weights_;
-  std::vector<Memory> memories_;  // [kStepMemories]
+  std::vector<MappedMemory> memory_blocks_;  // [kStepMemories], all ranks' parts
+  std::unique_ptr<StepMemoryPool> memories_;
   std::atomic<bool> aborted_{false};
 
   std::mutex mutex_;
-  std::condition_variable work_;      // rank threads wait for their queue
-  std::condition_variable released_;  // AcquireStep waits for a free memory
+  std::condition_variable work_;  // rank threads wait for their queue
   bool stop_ = false;
   int32_t in_flight_ = 0;
   std::optional<std::pair<uint64_t, uint64_t>> last_submitted_;  // generation, step: they ascend
@@ -178,25 +176,9 @@ absl::StatusOr<std::unique_ptr<Backend>> CpuBackend::Create(const CpuBackendOpti
   return backend;
 }
 
-// The inputs and outputs of one step, all local ranks. Without a base it only counts.
-size_t CpuBackend::PlaceStep(int32_t max_tokens, StepMemory* step, uint8_t* base) const {
-  const int64_t tokens = max_tokens;
-  Carver carver(base);
-  step->ranks.resize(options_.num_local_ranks);
-  for (RankBatch& batch : step->ranks) {
-    batch.hidden = carver.Take<float>(tokens * max_hidden_);
-    batch.ids = carver.Take<int32_t>(tokens * limits::kMaxTopK);
-    batch.weights = carver.Take<float>(tokens * limits::kMaxTopK);
-    batch.row_in_request = carver.Take<int32_t>(tokens);
-    batch.output = carver.Take<float>(tokens * max_hidden_);
-  }
-  return carver.used();
-}
-
 int64_t CpuBackend::WorkspaceBytes(int32_t max_tokens) const {
-  StepMemory counted;
-  int64_t bytes =
-      limits::kStepMemories * static_cast<int64_t>(PlaceStep(max_tokens, &counted, nullptr));
+  int64_t bytes = int64_t{limits::kStepMemories} * options_.num_local_ranks *
+                  StepMemoryPool::RankBytes(MemoryShape(max_tokens));
   for (int32_t rank = 0; rank < options_.num_local_ranks; ++rank) {
     bytes += RankWorker::WorkspaceBytes(WorkerConfig(rank, max_tokens));
   }
@@ -226,15 +208,19 @@ absl::Status CpuBackend::CheckMemory() const {
 }
 
 absl::Status CpuBackend::CreateMemories() {
-  const int32_t tokens = options_.common.max_tokens_per_rank;
-  memories_.resize(limits::kStepMemories);
-  for (Memory& memory : memories_) {
-    auto block =
-        MappedMemory::Create(PlaceStep(tokens, &memory.step, nullptr), "the rows of a step");
+  const StepMemoryPool::Shape shape = MemoryShape(options_.common.max_tokens_per_rank);
+  const int64_t rank_bytes = StepMemoryPool::RankBytes(shape);
+  std::vector<std::vector<uint8_t*>> parts(limits::kStepMemories);
+  for (std::vector<uint8_t*>& ranks : parts) {
+    auto block = MappedMemory::Create(static_cast<size_t>(options_.num_local_ranks * rank_bytes),
+                                      "the rows of a step");
     if (!block.ok()) return block.status();
-    memory.block = *std::move(block);
-    PlaceStep(tokens, &memory.step, memory.block.data());
+    for (int32_t rank = 0; rank < options_.num_local_ranks; ++rank) {
+      ranks.push_back(block->data() + rank * rank_bytes);
+    }
+    memory_blocks_.push_back(*std::move(block));
   }
+  memories_ = std::make_unique<StepMemoryPool>(shape, parts);
   return absl::OkStatus();
 }
 
@@ -277,8 +263,8 @@ void CpuBackend::FillInfo() {
   info_.max_tokens_per_rank = options_.common.max_tokens_per_rank;
   info_.weight_bytes = weights_->bytes();
   for (const Rank& rank : ranks_) info_.workspace_bytes += rank.worker->workspace_bytes();
-  for (const Memory& memory : memories_) {
-    info_.workspace_bytes += static_cast<int64_t>(memory.block.size());
+  for (const MappedMemory& block : memory_blocks_) {
+    info_.workspace_bytes += static_cast<int64_t>(block.size());
   }
   info_.detail = InstructionSet();
 }
@@ -292,33 +278,6 @@ CpuBackend::~CpuBackend() {
   for (Rank& rank : ranks_) {
     if (rank.thread.joinable()) rank.thread.join();
   }
-}
-
-absl::StatusOr<StepMemory*> CpuBackend::AcquireStep(absl::Time deadline) {
-  std::unique_lock lock(mutex_);
-  const auto find = [&] {
-    return std::find_if(memories_.begin(), memories_.end(), [](const Memory& m) { return m.free; });
-  };
-  if (!released_.wait_until(lock, absl::ToChronoTime(deadline),
-                            [&] { return find() != memories_.end(); })) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("all ", limits::kStepMemories, " step memories are in use"));
-  }
-  Memory& memory = *find();
-  memory.free = false;
-  for (RankBatch& batch : memory.step.ranks) batch.num_tokens = 0;
-  return &memory.step;
-}
-
-void CpuBackend::ReleaseStep(StepMemory* step) {
-  {
-    std::lock_guard lock(mutex_);
-    const auto memory = std::find_if(memories_.begin(), memories_.end(),
-                                     [&](const Memory& m) { return &m.step == step; });
-    EXPERTD_CHECK(memory != memories_.end() && !memory->free);
-    memory->free = true;
-  }
-  released_.notify_one();
 }
 
 absl::Status CpuBackend::ValidateBatch(const MoeStep& step, size_t rank) const {
