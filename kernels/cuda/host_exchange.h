@@ -1,0 +1,118 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "config/model_spec.h"
+#include "kernels/cuda/device_memory.h"
+#include "kernels/cuda/exchange_kernels.h"
+#include "kernels/cuda/exchange_plan.h"
+#include "kernels/cuda/nccl_comm/communicator.h"
+#include "kernels/cuda/pack_weights.h"
+#include "kernels/cuda/row_transport.h"
+#include "kernels/cuda/unfused_moe.h"
+
+// The all-to-all for ranks that cannot store into each other: host-launched NCCL around the fused
+// kernel, which each rank runs as if it were alone over the rows that came to it. The same step as
+// the exchange inside the kernel: the same replicas, one partial row per (token, owner rank), added
+// by the token's home rank in rank order.
+namespace expertd::cuda {
+
+struct HostExchangeOptions {
+  ExchangeShape shape;            // the same on every rank
+  PlacementTable placement;       // device memory that outlives the exchange; global slots
+  int32_t num_sms = 0;            // of this rank's device
+  absl::Duration limit;           // of Create, and of one step from Enqueue to Finish
+  Communicator* group = nullptr;  // outlives the exchange; need not be mapped()
+};
+
+// One instance a rank, used by the rank's device thread alone (Stop apart). Every rank of the group
+// calls Enqueue and Finish for every step, in the same order, zero rows included.
+//
+// The sizes of a step's transfers are known on the device first, so Enqueue blocks: until every
+// peer's counts are on the host, at most `limit`. One step at a time is between Enqueue and Finish;
+// what the caller enqueues in between (copying the output) runs behind the step.
+//
+// A wait that ends by its limit, or an error that NCCL reports, ends the exchange: NCCL's kernels
+// are told to end, the stream is waited for (some seconds at most, otherwise the status is marked
+// fatal, see kernels/fatal.h), and every later call returns the same status. The group then makes a
+// new exchange on every rank. A fault inside this rank's or a peer's layer kernel fails the step on
+// all ranks that wait for its rows, and the next step runs.
+class HostExchange {
+ public:
+  // Collective over the group: splits a communicator of its own off it and connects all pairs.
+  // Allocates everything. DEADLINE_EXCEEDED if a peer does not come; NCCL may then hold a thread of
+  // this process for good.
+  static absl::StatusOr<std::unique_ptr<HostExchange>> Create(const HostExchangeOptions& options);
+  // The same over another transport; options.group is not looked at.
+  static absl::StatusOr<std::unique_ptr<HostExchange>> Create(
+      const HostExchangeOptions& options, std::unique_ptr<RowTransport> transport);
+
+  // Local. What was enqueued has passed, or the exchange has ended.
+  ~HostExchange();
+
+  HostExchange(const HostExchange&) = delete;
+  HostExchange& operator=(const HostExchange&) = delete;
+
+  // Device memory that an exchange allocates: pure.
+  static int64_t DeviceBytes(const ExchangeShape& shape);
+
+  // One layer over all ranks: `step` holds this rank's rows, `layer` this rank's slots. T up to
+  // shape.max_tokens_per_rank, K up to shape.max_top_k; K may differ between ranks. `step_number`
+  // and spec.layer are compared with the peers'.
+  absl::Status Enqueue(const LayerSpec& spec, const PackedLayer& layer, const UnfusedStep& step,
+                       uint32_t step_number, cudaStream_t stream);
+
+  // Blocks until the GPU has passed the step. Not OK: the output means nothing, and the status
+  // names the rank that was waited for or that gave up, and the step.
+  absl::Status Finish();
+
+  // Any thread: the step that runs ends soon, without an answer; later ones fail.
+  void Stop();
+
+ private:
+  struct HostBlock;
+
+  HostExchange(const HostExchangeOptions& options, std::unique_ptr<RowTransport> transport);
+  absl::Status Allocate();
+  absl::Status CheckStep(const LayerSpec& spec, const UnfusedStep& step) const;
+  absl::Status ExchangeCounts(cudaStream_t stream);
+  absl::Status WaitForCounts();
+  absl::Status CheckCounts() const;
+  absl::Status ExchangeRows(cudaStream_t stream);
+  absl::Status RunExperts(const LayerSpec& spec, const PackedLayer& layer, cudaStream_t stream);
+  absl::Status ReturnPartials(cudaStream_t stream);
+  absl::Status CheckTags() const;
+  absl::Status CheckProgress();
+  absl::Status GiveUp(absl::Status reason);
+  absl::Status Late(const char* phase);
+
+  HostBlock* host() const { return host_memory_.as<HostBlock>(); }
+
+  const HostExchangeOptions options_;
+  const std::unique_ptr<RowTransport> transport_;
+  ExchangeBuffers buffers_;
+  MemoryBlock device_memory_;
+  MemoryBlock host_memory_;  // pinned, mapped
+  Event passed_;
+  std::atomic<bool> stopped_ = false;
+
+  // of the step between Enqueue and Finish
+  ExchangeStep view_;
+  ExchangePlan plan_;
+  cudaStream_t stream_ = nullptr;
+  absl::Time deadline_;
+  bool in_step_ = false;
+
+  uint32_t kernel_step_ = 0;  // steps since the workspace was zeroed
+  bool needs_reset_ = true;
+  absl::Status ended_;  // not OK: the exchange is over
+};
+
+}  // namespace expertd::cuda
