@@ -27,22 +27,40 @@ DeviceLayer::DeviceLayer(const HostLayer& layer) : second_level_(layer.second_le
   view_.second_level = second_level_.data();
 }
 
+namespace {
+
+std::vector<int32_t> CountUp(int32_t count) {
+  std::vector<int32_t> values(count);
+  std::iota(values.begin(), values.end(), 0);
+  return values;
+}
+
+}  // namespace
+
 PackedOnDevice::PackedOnDevice(const HostLayer& layer)
+    : PackedOnDevice(layer, CountUp(layer.spec.num_experts)) {}
+
+PackedOnDevice::PackedOnDevice(const HostLayer& layer, absl::Span<const int32_t> expert_of_slot)
     : spec_(layer.spec),
-      block_(cuda::PackedLayerBytes(layer.spec, layer.spec.num_experts)),
-      view_(cuda::SetPackedLayer(layer.spec, layer.spec.num_experts, block_.data())) {
-  const DeviceLayer canonical(layer);
+      num_slots_(static_cast<int32_t>(expert_of_slot.size())),
+      block_(cuda::PackedLayerBytes(layer.spec, num_slots_)),
+      view_(cuda::SetPackedLayer(layer.spec, num_slots_, block_.data())) {
+  DeviceArray<uint8_t> codes(ShapeOf(spec_, Matrix::kGate).CodeBytes());
+  DeviceArray<uint8_t> scales(ShapeOf(spec_, Matrix::kGate).ScaleBytes(spec_.recipe));
   const DeviceArray<uint8_t> scratch(cuda::PackScratchBytes(spec_));
-  for (int32_t e = 0; e < spec_.num_experts; ++e) {
+  for (int32_t slot = 0; slot < num_slots_; ++slot) {
+    const int32_t expert = expert_of_slot[slot];
+    if (expert < 0) continue;
     // Up before gate in every second slot: the order must not matter.
-    const int first = e % 2;
+    const int first = slot % 2;
     for (const int m : {first, 1 - first, 2}) {
       const auto matrix = static_cast<Matrix>(m);
-      const MatrixShape shape = ShapeOf(spec_, matrix);
-      const absl::Status status = cuda::LaunchPack(
-          spec_, view_, e, matrix, canonical.view().codes[m] + e * shape.CodeBytes(),
-          canonical.view().scales[m] + e * shape.ScaleBytes(spec_.recipe),
-          layer.second_level[static_cast<size_t>(e) * kNumMatrices + m], scratch.data(), nullptr);
+      const reference::MatrixView view = layer.View(expert, matrix);
+      codes.Upload(view.codes);
+      scales.Upload(view.scales);
+      const absl::Status status =
+          cuda::LaunchPack(spec_, view_, slot, matrix, codes.data(), scales.data(),
+                           static_cast<float>(view.second_level), scratch.data(), nullptr);
       EXPECT_TRUE(status.ok()) << status;
     }
   }
@@ -62,32 +80,34 @@ std::vector<T> DownloadArray(const T* array, size_t count) {
 }  // namespace
 
 std::vector<uint8_t> PackedOnDevice::Fc1Units() const {
-  return DownloadArray(view_.fc1_units, spec_.num_experts * cuda::PackedFc1(spec_).slot_bytes());
+  return DownloadArray(view_.fc1_units, num_slots_ * cuda::PackedFc1(spec_).slot_bytes());
 }
 std::vector<uint8_t> PackedOnDevice::Fc2Units() const {
-  return DownloadArray(view_.fc2_units, spec_.num_experts * cuda::PackedFc2(spec_).slot_bytes());
+  return DownloadArray(view_.fc2_units, num_slots_ * cuda::PackedFc2(spec_).slot_bytes());
 }
 std::vector<float> PackedOnDevice::Fc1Factors() const {
-  return DownloadArray(view_.fc1_factors,
-                       spec_.num_experts * cuda::PackedFc1(spec_).scales_per_slot());
+  return DownloadArray(view_.fc1_factors, num_slots_ * cuda::PackedFc1(spec_).scales_per_slot());
 }
 std::vector<float> PackedOnDevice::Fc2Factors() const {
-  return DownloadArray(view_.fc2_factors,
-                       spec_.num_experts * cuda::PackedFc2(spec_).scales_per_slot());
+  return DownloadArray(view_.fc2_factors, num_slots_ * cuda::PackedFc2(spec_).scales_per_slot());
 }
-
-namespace {
-
-std::vector<int32_t> CountUp(int32_t count) {
-  std::vector<int32_t> values(count);
-  std::iota(values.begin(), values.end(), 0);
-  return values;
-}
-
-}  // namespace
 
 DevicePlacement::DevicePlacement(int32_t num_experts)
     : first_slot_(CountUp(num_experts + 1)), slots_(CountUp(num_experts)) {}
+
+DevicePlacement::DevicePlacement(const Placement& placement)
+    : first_slot_(placement.num_experts() + 1),
+      slots_(placement.num_ranks() * placement.slots_per_rank()) {
+  std::vector<int32_t> first = {0};
+  std::vector<int32_t> slots;
+  for (int32_t expert = 0; expert < placement.num_experts(); ++expert) {
+    const absl::Span<const int32_t> held = placement.SlotsOf(expert);
+    slots.insert(slots.end(), held.begin(), held.end());
+    first.push_back(static_cast<int32_t>(slots.size()));
+  }
+  first_slot_.Upload(first);
+  slots_.Upload(slots);
+}
 
 DeviceBatch::DeviceBatch(const HostBatch& batch, int64_t hidden_size, DType output_dtype)
     : num_tokens_(batch.num_tokens),

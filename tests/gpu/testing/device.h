@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "absl/types/span.h"
+#include "config/cluster_spec.h"
 #include "kernels/cuda/device_memory.h"
 #include "kernels/cuda/pack_weights.h"
 #include "kernels/cuda/unfused_moe.h"
@@ -28,13 +30,18 @@ class DeviceArray {
   explicit DeviceArray(size_t count, int poison = 0xff) { Allocate(count, poison); }
   explicit DeviceArray(const std::vector<T>& values) {
     Allocate(values.size(), 0xff);
-    Check(cudaMemcpy(data(), values.data(), bytes(), cudaMemcpyHostToDevice));
+    Upload(values);
   }
 
   T* data() const { return static_cast<T*>(block_.data()); }
   size_t size() const { return count_; }
   size_t bytes() const { return count_ * sizeof(T); }
 
+  // To the array's begin; what lies behind stays.
+  void Upload(absl::Span<const T> values) {
+    ASSERT_LE(values.size(), count_);
+    Check(cudaMemcpy(data(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+  }
   void Poison(int byte) { Check(cudaMemset(block_.data(), byte, block_.bytes())); }
   std::vector<T> Download() const {
     std::vector<T> values(count_);
@@ -74,10 +81,12 @@ class DeviceLayer {
   cuda::CanonicalLayer view_;
 };
 
-// A layer's matrices packed on the GPU; the memory is poisoned first.
+// A layer's matrices packed on the current GPU; the memory is poisoned first.
 class PackedOnDevice {
  public:
-  explicit PackedOnDevice(const HostLayer& layer);
+  explicit PackedOnDevice(const HostLayer& layer);  // slot = expert
+  // An empty slot (-1) stays as it is.
+  PackedOnDevice(const HostLayer& layer, absl::Span<const int32_t> expert_of_slot);
   const cuda::PackedLayer& view() const { return view_; }
 
   std::vector<uint8_t> Fc1Units() const;
@@ -87,14 +96,16 @@ class PackedOnDevice {
 
  private:
   LayerSpec spec_;
+  int32_t num_slots_;
   DeviceArray<uint8_t> block_;
   cuda::PackedLayer view_;
 };
 
-// Placement tables on the device for one rank that holds every expert: slot = expert.
+// Placement tables on the current device.
 class DevicePlacement {
  public:
-  explicit DevicePlacement(int32_t num_experts);
+  explicit DevicePlacement(int32_t num_experts);  // one rank that holds every expert: slot = expert
+  explicit DevicePlacement(const Placement& placement);
   cuda::PlacementTable view() const { return {first_slot_.data(), slots_.data()}; }
 
  private:
