@@ -84,7 +84,7 @@ struct WorkspaceOffsets {
   int64_t partials = 0;       // [P][T][H] F32, or BF16 at the same strides in elements
   // This rank's own.
   int64_t routes = 0;    // [kMaxCtas][max_routes] u32: global route by slot, in route order
-  int64_t present = 0;   // [kMaxCtas][max_routes] u8: whether this rank computes the route
+  int64_t owners = 0;    // [kMaxCtas][max_routes] u8: 1 + the rank that computes a route, or 0
   int64_t fc1_done = 0;  // [max_token_tiles][fc1_stride] u32: step that wrote that 64-row tile
   int64_t fc2_done = 0;  // [max_token_tiles][fc2_stride] u32
   int64_t h = 0;         // [max_routes][I] BF16, in the order of `routes`
@@ -133,7 +133,7 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
   int64_t* const fields[] = {
       &offsets.head,       &offsets.route_flags, &offsets.route_ids, &offsets.route_weights,
       &offsets.route_rows, &offsets.token_flags, &offsets.tokens,    &offsets.partial_flags,
-      &offsets.partials,   &offsets.routes,      &offsets.present,   &offsets.fc1_done,
+      &offsets.partials,   &offsets.routes,      &offsets.owners,    &offsets.fc1_done,
       &offsets.fc2_done,   &offsets.h,           &offsets.y};
   for (int i = 0; i < static_cast<int>(sizeof(sizes) / sizeof(sizes[0])); ++i) {
     *fields[i] = end;

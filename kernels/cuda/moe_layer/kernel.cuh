@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp >= kExpertWarps) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == kWarps - 1) {
-      AnnounceRole{params, Waiter{params}, lane}.run();
+      AnnounceRole(params, lane).run();
     } else if (warp > kExpertWarps) {
       TokenRole(params, warp - kExpertWarps - 1, lane).run();
     } else if (claims) {
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     CombineRole{params, Waiter{params}, warp, lane}.run();
     if (threadIdx.x == 0) {
       mark(params, kMarkEnd);
-      if (gave_up_word() != kNoFault) give_up(params, gave_up_word(), 0, 0, 0);
+      if (gave_up_word() != kNoFault) give_up(params, {gave_up_word(), 0, params.peers.rank}, 0, 0);
     }
   }
 }

@@ -16,12 +16,15 @@ MoeLayerParams Complete(MoeLayerParams params, layout::WeightFormat format,
   const layout::WorkspaceOffsets& offsets = params.workspace;
   params.local.head = reinterpret_cast<layout::WorkspaceHead*>(base + offsets.head);
   params.local.routes = reinterpret_cast<uint32_t*>(base + offsets.routes);
-  params.local.present = reinterpret_cast<uint8_t*>(base + offsets.present);
+  params.local.owners = reinterpret_cast<uint8_t*>(base + offsets.owners);
   params.local.max_routes = offsets.max_routes;
   params.local.fc1_done = reinterpret_cast<uint32_t*>(base + offsets.fc1_done);
   params.local.fc2_done = reinterpret_cast<uint32_t*>(base + offsets.fc2_done);
   params.local.h = reinterpret_cast<uint16_t*>(base + offsets.h);
   params.local.y = reinterpret_cast<uint16_t*>(base + offsets.y);
+  const int64_t peer_rows = int64_t{params.peers.num_ranks - 1} * offsets.max_tokens;
+  params.local.peer_tokens = reinterpret_cast<const uint16_t*>(base + offsets.tokens) +
+                             (params.step & 1u) * peer_rows * params.hidden;
   params.local.fc1_done_stride = layout::DoneStride(2 * params.intermediate);
   params.local.fc2_done_stride = layout::DoneStride(params.hidden);
   params.token_tile = config.token_tile;

@@ -48,11 +48,12 @@ enum StallPoint : int32_t {
 struct LocalMemory {
   layout::WorkspaceHead* head = nullptr;
   uint32_t* routes = nullptr;  // one copy a CTA
-  uint8_t* present = nullptr;
+  uint8_t* owners = nullptr;   // likewise
   uint32_t* fc1_done = nullptr;
   uint32_t* fc2_done = nullptr;
   uint16_t* h = nullptr;
   uint16_t* y = nullptr;
+  const uint16_t* peer_tokens = nullptr;  // [P][max_tokens][H], what peers send in this step
   int64_t max_routes = 0;
   int32_t fc1_done_stride = 0;
   int32_t fc2_done_stride = 0;

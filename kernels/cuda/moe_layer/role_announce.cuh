@@ -1,17 +1,23 @@
 #pragma once
 
+#include "kernels/cuda/moe_layer/role_dispatch.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 
 // One warp tells the other CTAs that a tile's results are there: when all multiplying warps have
 // stored theirs, one fence for all of them (it covers what this warp has observed) and a flag for
-// each 64-row tile. The multiplying warps never wait for their own stores.
+// each 64-row tile. The multiplying warps never wait for their own stores. While a tile is being
+// computed the warp sends tokens to peers, if this step leaves that to it.
 namespace expertd::cuda::moe_layer {
 
 struct AnnounceRole {
   const MoeLayerParams& params;
   Waiter waiter;
   int lane;
+  TokenSender tokens;
   PipelineState slot;
+
+  __device__ __forceinline__ AnnounceRole(const MoeLayerParams& p, int announce_lane)
+      : params(p), waiter{p}, lane(announce_lane), tokens(p, announce_lane) {}
 
   __device__ __forceinline__ uint32_t* flags_of(const Tile& tile) const {
     return tile.phase == Phase::kFc1
@@ -19,19 +25,35 @@ struct AnnounceRole {
                : params.local.fc2_done + tile.token_tile * params.local.fc2_done_stride;
   }
 
+  __device__ __forceinline__ void wait_and_send(uint32_t barrier) {
+    while (!__all_sync(0xffffffffu, ptx::mbarrier_test_wait(barrier, slot.phase))) {
+      if (tokens.send_next()) continue;
+      waiter.wait(barrier, slot.phase);
+      return;
+    }
+  }
+
+  // What a tile's warps stored after one of its waits was given up is not announced.
+  __device__ __forceinline__ bool may_announce(const Tile& tile) const {
+    const StallPoint stall = tile.phase == Phase::kFc1 ? kStallFc1 : kStallFc2;
+    return !waiter.gave_up() && params.stall != stall;
+  }
+
   __device__ __forceinline__ void run() {
     for (;;) {
-      waiter.wait(tile_full_barrier(slot.index), slot.phase);
+      wait_and_send(tile_full_barrier(slot.index));
       if (shared_state().tiles[slot.index].rows < 0) break;
-      waiter.wait(tile_done_barrier(slot.index), slot.phase);
+      wait_and_send(tile_done_barrier(slot.index));
       const Tile& tile = shared_state().tiles[slot.index].tile;
-      if (lane < tile.num_row_tiles) {
+      if (lane < tile.num_row_tiles && may_announce(tile)) {
         ptx::fence_acq_rel_gpu();
         ptx::st_relaxed_gpu(flags_of(tile) + tile.first_row_tile + lane, params.step);
       }
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(tile_empty_barrier(slot.index));
       slot.advance(kTileSlots);
+    }
+    while (tokens.send_next()) {
     }
   }
 };

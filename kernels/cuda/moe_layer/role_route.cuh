@@ -1,34 +1,44 @@
 #pragma once
 
-#include "kernels/cuda/moe_layer/params.h"
+#include "kernels/cuda/moe_layer/exchange.cuh"
+#include "kernels/cuda/moe_layer/role_dispatch.cuh"
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
+#include "kernels/cuda/moe_layer/wait.cuh"
 
-// Routing, by all warps of every CTA for itself: a stable counting sort of the step's routes by
-// expert slot. Every CTA finds the same order, so no CTA waits for another. The sorted list goes to
-// the CTA's copy in the workspace; the tables of a slot's first route and first token tile stay in
-// shared memory.
+// Routing, by all warps of every CTA for itself: a stable counting sort of the step's routes, those
+// of all ranks' tokens, by expert slot of this rank. Every CTA finds the same order, so no CTA
+// waits for another; with several ranks it waits for their ids. The sorted list goes to the CTA's
+// copy in the workspace; the tables of a slot's first route and first token tile stay in shared
+// memory.
 namespace expertd::cuda::moe_layer {
 
 struct RouteSorter {
-  static constexpr int kReplicated = -2;
+  static constexpr uint16_t kNowhere = 0xffff;     // global slots are below 32 * 1024
+  static constexpr uint16_t kReplicated = 0xfffe;  // in `table`: look it up
 
   const MoeLayerParams& params;
   // In the ring's memory:
   uint32_t* counts;  // [kWarps][num_slots]
-  int16_t* table;    // [E] local slot, -1 elsewhere, or kReplicated
-  int16_t* cache;    // local slot by route, for the first `cached` of them
+  uint16_t* table;   // [E] global slot or kReplicated
+  uint16_t* cache;   // global slot or kNowhere by route, for the first `cached` of them
   int cached;
 
   __device__ __forceinline__ explicit RouteSorter(const MoeLayerParams& p) : params(p) {
     counts = reinterpret_cast<uint32_t*>(shared_memory + kStateBytes);
-    table = reinterpret_cast<int16_t*>(counts + kWarps * p.num_slots);
+    table = reinterpret_cast<uint16_t*>(counts + kWarps * p.num_slots);
     cache = table + p.num_experts;
     const int left =
         static_cast<int>(shared_memory + p.tables_offset - reinterpret_cast<uint8_t*>(cache));
-    cached = left / static_cast<int>(sizeof(int16_t));
+    cached = left / static_cast<int>(sizeof(uint16_t));
   }
 
-  __device__ __forceinline__ int local_slot(int global_slot) const {
+  __device__ __forceinline__ Sources& sources() const { return shared_state().sources; }
+  __device__ __forceinline__ int num_routes() const {
+    return static_cast<int>(sources().first_route[params.peers.num_ranks]);
+  }
+
+  // Slot of this rank, or -1.
+  __device__ __forceinline__ int local_slot(uint16_t global_slot) const {
     const int local = global_slot - params.peers.rank * params.slots_per_rank;
     return local >= 0 && local < params.num_slots ? local : -1;
   }
@@ -37,41 +47,60 @@ struct RouteSorter {
     for (int expert = thread; expert < params.num_experts; expert += kThreads) {
       const int first = params.first_slot[expert];
       const int count = params.first_slot[expert + 1] - first;
-      const int slot = local_slot(params.slots[first]);
-      table[expert] = static_cast<int16_t>(count == 1 ? slot : kReplicated);
+      const int slot = params.slots[first];
+      table[expert] = count == 1 ? static_cast<uint16_t>(slot) : kReplicated;
     }
   }
 
-  // Local slot of a route, or -1.
-  __device__ __forceinline__ int slot_of(int route, int expert) const {
-    if (expert < 0) return -1;
-    const int slot = table[expert];
+  // Global slot of an expert's replica for a row, or kNowhere. row_of() is called where it matters.
+  template <typename RowOf>
+  __device__ __forceinline__ uint16_t look_up(int expert, RowOf row_of) const {
+    if (expert < 0) return kNowhere;
+    const uint16_t slot = table[expert];
     if (slot != kReplicated) return slot;
-    const int token = route / params.top_k;
-    const int row = params.row_in_request ? params.row_in_request[token] : token;
-    const int first = params.first_slot[expert];
-    return local_slot(params.slots[first + row % (params.first_slot[expert + 1] - first)]);
+    return static_cast<uint16_t>(placed_slot(params, expert, row_of()));
+  }
+
+  __device__ __forceinline__ uint16_t own_slot(int route, int expert) const {
+    return look_up(expert, [&] { return row_in_request(params, route / params.top_k); });
+  }
+
+  // `source` is not above the route's rank, and becomes it.
+  __device__ __forceinline__ uint16_t slot_of(int route, int& source) const {
+    source = source_of(params, static_cast<uint32_t>(route), source);
+    const int rank = params.peers.rank;
+    const int in_source = route - static_cast<int>(sources().first_route[source]);
+    if (source == rank) return own_slot(in_source, params.ids[in_source]);
+    const int expert = __ldcg(route_ids(params, source, rank) + in_source);
+    return look_up(expert, [&] {
+      return __ldcg(route_rows(params, source, rank) + in_source / sources().top_k[source]);
+    });
   }
 
   __device__ __forceinline__ int chunk_begin(int warp) const {
-    const int routes = params.num_tokens * params.top_k;
+    const int routes = num_routes();
     const int chunk = (routes + kWarps * 32 - 1) / (kWarps * 32) * 32;
     return min(warp * chunk, routes);
   }
 
-  // Looks routes up in parallel, as many as there is room for. `expert`: of route `thread`, loaded
-  // while the table was.
+  // Looks routes up in parallel, as many as there is room for. `expert`: of this rank's route
+  // `thread`, loaded while the table was.
   __device__ __forceinline__ void fill_cache(int thread, int expert) const {
-    const int routes = min(params.num_tokens * params.top_k, cached);
-    if (thread < routes) cache[thread] = static_cast<int16_t>(slot_of(thread, expert));
+    const int routes = min(num_routes(), cached);
+    int source = 0;
+    int begin = thread;
+    if (params.peers.num_ranks == 1) {
+      if (thread < routes) cache[thread] = own_slot(thread, expert);
+      begin += kThreads;
+    }
 #pragma unroll 4
-    for (int route = thread + kThreads; route < routes; route += kThreads) {
-      cache[route] = static_cast<int16_t>(slot_of(route, params.ids[route]));
+    for (int route = begin; route < routes; route += kThreads) {
+      cache[route] = slot_of(route, source);
     }
   }
 
-  __device__ __forceinline__ int cached_slot(int route) const {
-    return route < cached ? cache[route] : slot_of(route, params.ids[route]);
+  __device__ __forceinline__ uint16_t cached_slot(int route, int& source) const {
+    return route < cached ? cache[route] : slot_of(route, source);
   }
 
   // Counts of each warp's run of routes.
@@ -79,10 +108,11 @@ struct RouteSorter {
     uint32_t* mine = counts + warp * params.num_slots;
     for (int i = lane; i < params.num_slots; i += 32) mine[i] = 0;
     __syncwarp();
+    int source = 0;
     const int end = chunk_begin(warp + 1);
     for (int base = chunk_begin(warp); base < end; base += 32) {
       const int route = base + lane;
-      const int slot = route < end ? cached_slot(route) : -1;
+      const int slot = route < end ? local_slot(cached_slot(route, source)) : -1;
       const uint32_t same = __match_any_sync(0xffffffffu, slot);
       if (slot >= 0 && lane == __ffs(same) - 1) mine[slot] += __popc(same);
       __syncwarp();
@@ -142,34 +172,99 @@ struct RouteSorter {
   // Writes each route's place.
   __device__ __forceinline__ void place(int warp, int lane) const {
     uint32_t* mine = counts + warp * params.num_slots;
+    int source = 0;
     const int end = chunk_begin(warp + 1);
     for (int base = chunk_begin(warp); base < end; base += 32) {
       const int route = base + lane;
-      const int slot = route < end ? cached_slot(route) : -1;
+      const uint16_t global_slot = route < end ? cached_slot(route, source) : kNowhere;
+      const int slot = local_slot(global_slot);
       const uint32_t same = __match_any_sync(0xffffffffu, slot);
       if (slot >= 0) {
         const uint32_t first = route_begin(params)[slot];
         const uint32_t in_slot = mine[slot] + __popc(same & ((1u << lane) - 1u));
         sorted_routes(params)[first + in_slot] = static_cast<uint32_t>(route);
       }
-      if (route < end) present_routes(params)[route] = slot >= 0;
+      if (route < end) {
+        route_owners(params)[route] = static_cast<uint8_t>(
+            global_slot == kNowhere ? 0 : 1 + global_slot / params.slots_per_rank);
+      }
       __syncwarp();
       if (slot >= 0 && lane == __ffs(same) - 1) mine[slot] += __popc(same);
       __syncwarp();
     }
   }
 
+  // One warp: until the ids of `source` are here. Nothing comes from a rank that was given up.
+  __device__ __forceinline__ void wait_for_routes(int source, int lane) const {
+    const Waiter waiter{params};
+    const uint64_t* flags = route_flags(params, source, params.peers.rank);
+    uint64_t first = 0;
+    bool there = waiter.wait_for_peer({kWaitRoutes, 0, source}, [&] {
+      first = ptx::ld_relaxed_sys(flags);
+      return layout::StepOfFlag(first);
+    });
+    const int tokens = layout::TokensOfFlag(first);
+    const int top_k = layout::TopKOfFlag(first);
+    const int chunks = layout::NumRouteChunks(tokens * top_k);
+    if (there && chunks > 1) {
+      there = waiter.wait_for_peer({kWaitRoutes, 1, source}, [&] {
+        uint32_t found = params.step;
+        for (int chunk = 1 + lane; chunk < chunks; chunk += 32) {
+          const uint32_t step = layout::StepOfFlag(ptx::ld_relaxed_sys(flags + chunk));
+          if (step != params.step) found = step;
+        }
+        return found;
+      });
+    }
+    if (lane != 0) return;
+    sources().num_tokens[source] = there ? tokens : 0;
+    sources().top_k[source] = there ? top_k : 1;
+  }
+
+  // Whose tokens there are. Ends with a barrier.
+  __device__ __forceinline__ void find_sources(int warp, int lane) const {
+    const int ranks = params.peers.num_ranks;
+    for (int source = warp; source < ranks; source += kWarps) {
+      if (source != params.peers.rank) wait_for_routes(source, lane);
+    }
+    if (warp == 0 && lane == 0) {
+      sources().num_tokens[params.peers.rank] = params.num_tokens;
+      sources().top_k[params.peers.rank] = params.top_k;
+    }
+    __syncthreads();
+    if (warp == 0) {
+      uint32_t sum = lane < ranks ? sources().num_tokens[lane] * sources().top_k[lane] : 0;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const uint32_t before = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += before;
+      }
+      if (lane < ranks) sources().first_route[lane + 1] = sum;
+      if (lane == 0) sources().first_route[0] = 0;
+    }
+    __syncthreads();
+  }
+
   // All threads of the CTA; ends with a barrier.
   __device__ __forceinline__ void sort(int warp, int lane) const {
     const int thread = warp * 32 + lane;
-    const int expert = thread < params.num_tokens * params.top_k ? params.ids[thread] : -1;
+    const bool alone = params.peers.num_ranks == 1;
+    const int expert = alone && thread < params.num_tokens * params.top_k ? params.ids[thread] : -1;
+    if (!alone) send_routes(params, thread);
     fill_table(thread);
-    __syncthreads();
+    if (!alone) {
+      __syncthreads();
+      send_few(params, warp, lane, [&](int route, int id) {
+        const uint16_t slot = own_slot(route, id);
+        return slot == kNowhere ? -1 : int{slot};
+      });
+    }
+    find_sources(warp, lane);
     fill_cache(thread, expert);
     __syncthreads();
     count(warp, lane);
     __syncthreads();
-    rank_warps(warp * 32 + lane);
+    rank_warps(thread);
     __syncthreads();
     if (warp == 0) make_tables(lane);
     __syncthreads();

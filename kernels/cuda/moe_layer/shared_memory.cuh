@@ -24,7 +24,15 @@ struct TileSlot {
   uint32_t first_route;  // position of the first row in the sorted routes
   // Written before the tile's first token stage is announced:
   float factors[layout::kGroupTiles][2];  // of the accumulators, by 64-row tile and half
-  uint32_t route[kMaxTokenTile];          // t * K + k by row
+  uint32_t route[kMaxTokenTile];          // by row
+};
+
+// The ranks' tokens of a step. A route has one number on this rank: those of rank 0's tokens come
+// first, then those of rank 1's, ..., each t * K + k.
+struct Sources {
+  uint32_t first_route[layout::kMaxKernelRanks + 1];
+  int32_t num_tokens[layout::kMaxKernelRanks];
+  int32_t top_k[layout::kMaxKernelRanks];
 };
 
 struct SharedState {
@@ -36,6 +44,7 @@ struct SharedState {
   uint64_t tile_done[kTileSlots];    // results stored: kExpertWarps arrivals
   uint64_t tile_empty[kTileSlots];   // slot free: kTokenWarps arrivals + 1 of the announcing warp
   uint32_t gave_up;                  // FaultCode of the CTA's first failed wait
+  Sources sources;
   Schedule schedule;
   TileSlot tiles[kTileSlots];
 };
@@ -79,6 +88,17 @@ __device__ __forceinline__ uint32_t weight_stage_address(const MoeLayerParams& p
   return ptx::shared_address(shared_memory) + params.weights_offset + stage * stage_bytes;
 }
 
+// The rank whose token a route is of; `from` is not above it.
+__device__ __forceinline__ int source_of(const MoeLayerParams& params, uint32_t route,
+                                         int from = 0) {
+  int source = from;
+  while (source + 1 < params.peers.num_ranks &&
+         route >= shared_state().sources.first_route[source + 1]) {
+    ++source;
+  }
+  return source;
+}
+
 // [slots + 1] each: first route and first token tile of a slot.
 __device__ __forceinline__ uint32_t* route_begin(const MoeLayerParams& params) {
   return reinterpret_cast<uint32_t*>(shared_memory + params.tables_offset);
@@ -87,12 +107,12 @@ __device__ __forceinline__ uint32_t* tile_begin(const MoeLayerParams& params) {
   return route_begin(params) + params.num_slots + 1;
 }
 
-// This CTA's copies, in the workspace: routes by slot; whether a route is computed here.
+// This CTA's copies, in the workspace: routes by slot; 1 + the rank that computes a route, or 0.
 __device__ __forceinline__ uint32_t* sorted_routes(const MoeLayerParams& params) {
   return params.local.routes + blockIdx.x * params.local.max_routes;
 }
-__device__ __forceinline__ uint8_t* present_routes(const MoeLayerParams& params) {
-  return params.local.present + blockIdx.x * params.local.max_routes;
+__device__ __forceinline__ uint8_t* route_owners(const MoeLayerParams& params) {
+  return params.local.owners + blockIdx.x * params.local.max_routes;
 }
 
 __device__ __forceinline__ int num_stages_of(const TileSlot& tile) {

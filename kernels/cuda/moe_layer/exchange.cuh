@@ -1,0 +1,74 @@
+#pragma once
+
+#include "kernels/cuda/moe_layer/params.h"
+
+// Addresses of the exchange: where `from` writes on `to`, in the mapping of `to`'s workspace. The
+// writer calls them with `from` = itself, the reader with `to` = itself. What a peer may write a
+// step ahead has two buffers.
+namespace expertd::cuda::moe_layer {
+
+template <typename T>
+__device__ __forceinline__ T* peer_region(const MoeLayerParams& params, int64_t region,
+                                          int64_t elements, int buffer, int from, int to) {
+  const int block = buffer * (params.peers.num_ranks - 1) + layout::PeerIndex(from, to);
+  return params.peers.at<T>(to, region) + block * elements;
+}
+
+__device__ __forceinline__ int step_buffer(const MoeLayerParams& params) {
+  return static_cast<int>(params.step & 1u);
+}
+
+__device__ __forceinline__ uint64_t* route_flags(const MoeLayerParams& params, int from, int to) {
+  return peer_region<uint64_t>(params, params.workspace.route_flags, params.workspace.max_chunks,
+                               step_buffer(params), from, to);
+}
+__device__ __forceinline__ int32_t* route_ids(const MoeLayerParams& params, int from, int to) {
+  return peer_region<int32_t>(params, params.workspace.route_ids, params.workspace.rank_routes,
+                              step_buffer(params), from, to);
+}
+__device__ __forceinline__ float* route_weights(const MoeLayerParams& params, int from, int to) {
+  return peer_region<float>(params, params.workspace.route_weights, params.workspace.rank_routes,
+                            step_buffer(params), from, to);
+}
+__device__ __forceinline__ int32_t* route_rows(const MoeLayerParams& params, int from, int to) {
+  return peer_region<int32_t>(params, params.workspace.route_rows, params.workspace.max_tokens,
+                              step_buffer(params), from, to);
+}
+
+__device__ __forceinline__ uint32_t* token_flags(const MoeLayerParams& params, int from, int to) {
+  return peer_region<uint32_t>(params, params.workspace.token_flags, params.workspace.max_tokens,
+                               step_buffer(params), from, to);
+}
+// [T][H] BF16
+__device__ __forceinline__ uint16_t* peer_tokens(const MoeLayerParams& params, int from, int to) {
+  return peer_region<uint16_t>(params, params.workspace.tokens,
+                               int64_t{params.workspace.max_tokens} * params.hidden,
+                               step_buffer(params), from, to);
+}
+
+// [T][slices]
+__device__ __forceinline__ uint32_t* partial_flags(const MoeLayerParams& params, int from, int to) {
+  return peer_region<uint32_t>(
+      params, params.workspace.partial_flags,
+      int64_t{params.workspace.max_tokens} * layout::NumPartialSlices(params.hidden), 0, from, to);
+}
+// [T][H] F32 or BF16
+template <typename T>
+__device__ __forceinline__ T* partials(const MoeLayerParams& params, int from, int to) {
+  return reinterpret_cast<T*>(
+      peer_region<float>(params, params.workspace.partials,
+                         int64_t{params.workspace.max_tokens} * params.hidden, 0, from, to));
+}
+
+// Global slot of a route: which replica is a function of the expert and the row's index in its
+// request only. `expert` >= 0.
+__device__ __forceinline__ int placed_slot(const MoeLayerParams& params, int expert, int row) {
+  const int first = params.first_slot[expert];
+  const int count = params.first_slot[expert + 1] - first;
+  return params.slots[first + (count == 1 ? 0 : row % count)];
+}
+__device__ __forceinline__ int row_in_request(const MoeLayerParams& params, int token) {
+  return params.row_in_request ? params.row_in_request[token] : token;
+}
+
+}  // namespace expertd::cuda::moe_layer

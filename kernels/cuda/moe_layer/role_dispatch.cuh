@@ -1,0 +1,195 @@
+#pragma once
+
+#include "kernels/cuda/moe_layer/exchange.cuh"
+#include "kernels/cuda/moe_layer/shared_memory.cuh"
+#include "kernels/cuda/ptx/memory.cuh"
+
+// What this rank sends to its peers before they can compute: its ids, weights and row numbers
+// whole, and each token's row once to every rank that has a route of it. Nobody is waited for.
+//   send_routes   all warps of the CTAs that have a chunk, first of all
+//   send_few      all warps, while the peers' ids are under way: steps of few tokens
+//   TokenSender   one warp of each CTA beside its other work: steps of many tokens
+namespace expertd::cuda::moe_layer {
+
+// Tokens a CTA may have to send for send_few to do it.
+inline constexpr int kFewTokens = 2;
+
+__device__ __forceinline__ bool sends_few(const MoeLayerParams& params) {
+  return params.num_tokens <= kFewTokens * static_cast<int>(gridDim.x);
+}
+
+// Chunks go to the last CTAs first: the first ones have tokens to send.
+__device__ __forceinline__ void send_routes(const MoeLayerParams& params, int thread) {
+  if (params.stall == kStallRoutes) return;
+  const int rank = params.peers.rank;
+  const int routes = params.num_tokens * params.top_k;
+  const int chunks = layout::NumRouteChunks(routes);
+  const int grid = static_cast<int>(gridDim.x);
+  for (int chunk = grid - 1 - static_cast<int>(blockIdx.x); chunk < chunks; chunk += grid) {
+    const int begin = chunk * layout::kRouteChunk;
+    const int end = min(begin + layout::kRouteChunk, routes);
+    for (int route = begin + thread; route < end; route += kThreads) {
+      const int32_t id = params.ids[route];
+      const float weight = params.weights[route];
+      const int token = route / params.top_k;
+      const bool first = route % params.top_k == 0;
+      const int32_t row = first ? row_in_request(params, token) : 0;
+      for (int peer = 0; peer < params.peers.num_ranks; ++peer) {
+        if (peer == rank) continue;
+        route_ids(params, rank, peer)[route] = id;
+        route_weights(params, rank, peer)[route] = weight;
+        if (first) route_rows(params, rank, peer)[token] = row;
+      }
+    }
+    __syncthreads();
+    if (thread < params.peers.num_ranks && thread != rank) {
+      ptx::st_release_sys(route_flags(params, rank, thread) + chunk,
+                          layout::RouteFlag(params.step, params.num_tokens, params.top_k));
+    }
+  }
+}
+
+// Copies a token's row to every rank in `mask`, by `count` threads of which this is `thread`.
+__device__ __forceinline__ void send_row(const MoeLayerParams& params, int token, uint32_t mask,
+                                         int thread, int count) {
+  if (mask == 0) return;
+  constexpr int kAtOnce = 4;
+  const int chunks = params.hidden / 8;  // of 16 bytes
+  const uint4* row = reinterpret_cast<const uint4*>(params.x + int64_t{token} * params.hidden);
+#pragma unroll 1
+  for (int base = thread; base < chunks; base += kAtOnce * count) {
+    uint4 values[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (base + i * count < chunks) values[i] = __ldcg(row + base + i * count);
+    }
+#pragma unroll 1
+    for (uint32_t left = mask; left != 0; left &= left - 1) {
+      const int peer = __ffs(left) - 1;
+      uint4* to = reinterpret_cast<uint4*>(peer_tokens(params, params.peers.rank, peer) +
+                                           int64_t{token} * params.hidden);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (base + i * count < chunks) to[base + i * count] = values[i];
+      }
+    }
+  }
+}
+
+// By lane `peer` of a warp that has seen all stores of the row.
+__device__ __forceinline__ void flag_row(const MoeLayerParams& params, int token, uint32_t mask,
+                                         int peer) {
+  if (mask >> peer & 1u) {
+    ptx::st_release_sys(token_flags(params, params.peers.rank, peer) + token, params.step);
+  }
+}
+
+// All threads of the CTA. slot_of(route, expert): global slot or -1.
+template <typename SlotOf>
+__device__ __forceinline__ void send_few(const MoeLayerParams& params, int warp, int lane,
+                                         SlotOf slot_of) {
+  if (!sends_few(params) || params.stall == kStallTokens) return;
+  const int first = static_cast<int>(blockIdx.x);
+  const int grid = static_cast<int>(gridDim.x);
+  if (first >= params.num_tokens) return;
+  uint32_t masks[kFewTokens] = {};
+#pragma unroll
+  for (int i = 0; i < kFewTokens; ++i) {
+    const int token = first + i * grid;
+    if (token >= params.num_tokens) continue;
+    uint32_t mine = 0;
+    if (lane < params.top_k) {
+      const int route = token * params.top_k + lane;
+      const int slot = slot_of(route, params.ids[route]);
+      if (slot >= 0) mine = 1u << (slot / params.slots_per_rank);
+    }
+    masks[i] = __reduce_or_sync(0xffffffffu, mine) & ~(1u << params.peers.rank);
+    send_row(params, token, masks[i], warp * 32 + lane, kThreads);
+  }
+  __syncthreads();
+  if (warp != 0) return;
+#pragma unroll
+  for (int i = 0; i < kFewTokens; ++i) flag_row(params, first + i * grid, masks[i], lane);
+}
+
+// CTA c sends tokens c, c + grid, ..., a row at a time. Of a window of them the next is the one
+// whose lowest slot on a peer is lowest: peers compute slot after slot, and so each slot's tokens
+// are complete about when its turn comes.
+struct TokenSender {
+  static constexpr int kLaneTokens = 4;
+  static constexpr int kWindow = 32 * kLaneTokens;
+  static constexpr uint32_t kSent = 0xffffffffu;
+
+  const MoeLayerParams& params;
+  int lane;
+  int window = 0;  // index of its first token among the CTA's
+  uint32_t keys[kLaneTokens];
+  uint32_t masks[kLaneTokens];
+
+  __device__ __forceinline__ TokenSender(const MoeLayerParams& p, int l) : params(p), lane(l) {
+    if (params.peers.num_ranks == 1 || sends_few(params) || params.stall == kStallTokens) {
+      window = params.num_tokens;
+    }
+    look_up();
+  }
+
+  __device__ __forceinline__ int token_at(int index) const {
+    return static_cast<int>(blockIdx.x) + index * static_cast<int>(gridDim.x);
+  }
+
+  __device__ __forceinline__ void look_up() {
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      keys[i] = kSent;
+      masks[i] = 0;
+      const int token = token_at(window + i * 32 + lane);
+      if (window >= params.num_tokens || token >= params.num_tokens) continue;
+#pragma unroll 1
+      for (int k = 0; k < params.top_k; ++k) {
+        const int expert = params.ids[token * params.top_k + k];
+        if (expert < 0) continue;
+        const int slot = placed_slot(params, expert, row_in_request(params, token));
+        const int peer = slot / params.slots_per_rank;
+        if (peer == params.peers.rank) continue;
+        masks[i] |= 1u << peer;
+        keys[i] = min(keys[i], static_cast<uint32_t>(slot - peer * params.slots_per_rank));
+      }
+    }
+  }
+
+  // By the whole warp. False: everything has been sent.
+  __device__ __forceinline__ bool send_next() {
+    while (token_at(window) < params.num_tokens) {
+      uint32_t best = kSent;  // slot << 8 | index in the window
+#pragma unroll
+      for (int i = 0; i < kLaneTokens; ++i) {
+        if (keys[i] != kSent) best = min(best, keys[i] << 8 | (i * 32 + lane));
+      }
+      best = __reduce_min_sync(0xffffffffu, best);
+      if (best != kSent) {
+        send(static_cast<int>(best & 0xffu));
+        return true;
+      }
+      window += kWindow;
+      look_up();
+    }
+    return false;
+  }
+
+  __device__ __forceinline__ void send(int index) {
+    uint32_t mask = 0;
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      if (index != i * 32 + lane) continue;
+      mask = masks[i];
+      keys[i] = kSent;
+    }
+    mask = __shfl_sync(0xffffffffu, mask, index % 32);
+    const int token = token_at(window + index);
+    send_row(params, token, mask, lane, 32);
+    __syncwarp();
+    flag_row(params, token, mask, lane);
+  }
+};
+
+}  // namespace expertd::cuda::moe_layer
