@@ -60,9 +60,18 @@ inline constexpr int64_t kCudaStagingBytes =
 inline constexpr int64_t kCudaReserveBytes =
     512ll << 20;  // device memory left to the driver and its contexts
 inline constexpr int64_t kCudaWaitMs =
-    10'000;  // a wait in a kernel; below kStepTimeoutMs, to speak first
+    10'000;  // a wait in a kernel, for its own rank; never above half of the step's limit
+inline constexpr int64_t kCudaPeerWaitMs =
+    500;  // a wait for another rank: long beside a late host thread, short beside a caller's wait
+inline constexpr double kCudaSlowestFlops =
+    1e14;  // a fifth of a large step's: what a peer may still have to compute, beside the above
+inline constexpr int64_t kCudaFormMs =
+    30'000;  // each collective call that forms the group; mapping a peer takes 40 ms
 inline constexpr int64_t kCudaStopGraceMs =
     2'000;  // a kernel told to stop ends within this or never
+inline constexpr int64_t kNcclGraceMs =
+    1'000;  // beyond a group call's own limit: then its thread is given up
+inline constexpr int64_t kNcclTeardownMs = 5'000;  // ncclCommAbort was seen to take 0.8 s
 
 // --- time
 inline constexpr int64_t kLoadTimeoutS = 3'600;  // 822 GB at 0.25 GB/s
@@ -70,7 +79,7 @@ inline constexpr int64_t kMaxLoadTimeoutS = 86'400;
 inline constexpr int64_t kMaxTimeoutMs =
     3'600'000;  // any configured wait: an hour is a mistake beyond
 inline constexpr int64_t kStepTimeoutMs =
-    30'000;  // a step that takes longer is a fault (CPU backend)
+    30'000;  // a step that takes longer is a fault; the largest takes seconds on a CPU
 inline constexpr int64_t kRetryPushbackMs = 50;           // queue full: when to come back
 inline constexpr int64_t kDrainDeadlineMs = 30'000;       // SIGTERM: what is in flight may finish
 inline constexpr int64_t kFailedDrainMs = 1'000;          // a failed process: answers leave

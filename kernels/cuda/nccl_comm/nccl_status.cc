@@ -1,0 +1,49 @@
+#include "kernels/cuda/nccl_comm/nccl_status.h"
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+
+namespace expertd::cuda {
+namespace {
+
+constexpr absl::Duration kPollEvery = absl::Microseconds(50);
+
+absl::StatusCode CodeOf(ncclResult_t result) {
+  switch (result) {
+    case ncclRemoteError:
+      return absl::StatusCode::kUnavailable;
+    case ncclInvalidUsage:
+    case ncclInvalidArgument:
+      return absl::StatusCode::kFailedPrecondition;
+    default:
+      return absl::StatusCode::kInternal;
+  }
+}
+
+}  // namespace
+
+absl::Status NcclStatus(ncclResult_t result, const std::string& what) {
+  if (result == ncclSuccess || result == ncclInProgress) return absl::OkStatus();
+  std::string text = absl::StrCat(what, ": ", ncclGetErrorString(result));
+  const char* said = ncclGetLastError(nullptr);
+  if (said != nullptr && said[0] != '\0') absl::StrAppend(&text, "; NCCL says: ", said);
+  return absl::Status(CodeOf(result), text);
+}
+
+absl::Status AwaitNccl(ncclComm_t comm, ncclResult_t called, absl::Time deadline,
+                       const std::string& what) {
+  if (absl::Status status = NcclStatus(called, what); !status.ok()) return status;
+  while (true) {
+    ncclResult_t state = ncclSuccess;
+    if (absl::Status status = NcclStatus(ncclCommGetAsyncError(comm, &state), what); !status.ok()) {
+      return status;
+    }
+    if (state != ncclInProgress) return NcclStatus(state, what);
+    if (absl::Now() >= deadline) {
+      return absl::DeadlineExceededError(absl::StrCat(what, ": a peer did not come in time"));
+    }
+    absl::SleepFor(kPollEvery);
+  }
+}
+
+}  // namespace expertd::cuda
