@@ -25,6 +25,24 @@ struct CombineRole {
   int warp;
   int lane;
 
+  // 256 columns of a token, fewer at the row's end.
+  struct Slice {
+    int token;
+    int column;       // of the row, where the slice begins
+    int width;        // columns
+    int lane_column;  // of the row, first of this lane's 8
+    bool inside;      // whether the lane has columns
+  };
+  __device__ __forceinline__ Slice slice_at(int item, int slices) const {
+    Slice slice;
+    slice.token = item / slices;
+    slice.column = (item - slice.token * slices) * kColumns;
+    slice.width = min(kColumns, params.hidden - slice.column);
+    slice.lane_column = slice.column + lane * 8;
+    slice.inside = lane * 8 < slice.width;
+    return slice;
+  }
+
   // A token's routes: lane k holds route k's weight.
   struct TokenRoutes {
     uint32_t here = 0;    // routes that this rank computes
@@ -88,11 +106,11 @@ struct CombineRole {
                       pack_bf16(values[4], values[5]), pack_bf16(values[6], values[7]));
   }
 
-  // What this rank's routes add to a token's columns; on the wire's grid.
-  __device__ __forceinline__ void add_up(const TokenRoutes& routes, int column,
+  // What this rank's routes add to a slice.
+  __device__ __forceinline__ void add_up(const TokenRoutes& routes, const Slice& slice,
                                          Columns& sum) const {
-    const bool inside = column < params.hidden;
-    const uint16_t* y = params.local.y + routes.first_route * params.hidden + column;
+    const bool inside = slice.inside;
+    const uint16_t* y = params.local.y + routes.first_route * params.hidden + slice.lane_column;
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
     for (int base = 0; base < routes.top_k; base += kRowsAtOnce) {
@@ -111,20 +129,38 @@ struct CombineRole {
     }
   }
 
-  __device__ __forceinline__ static void store_f32(float* to, const Columns& values) {
-    reinterpret_cast<float4*>(to)[0] = make_float4(values[0], values[1], values[2], values[3]);
-    reinterpret_cast<float4*>(to)[1] = make_float4(values[4], values[5], values[6], values[7]);
-  }
-
   // --- tokens of peers
 
-  __device__ __forceinline__ void store_partial(int home, int64_t element,
+  // A slice crosses as BF16 in the order of its columns, or as F32 in two halves: the first four
+  // columns of every lane, then the others. Each store of a warp is one piece that way.
+  __device__ __forceinline__ void store_partial(int home, const Slice& slice,
                                                 const Columns& sum) const {
+    const int64_t element = int64_t{slice.token} * params.hidden + slice.column;
     if (params.partials_bf16) {
-      uint16_t* to = partials<uint16_t>(params, params.peers.rank, home) + element;
+      uint16_t* to = partials<uint16_t>(params, params.peers.rank, home) + element + lane * 8;
       *reinterpret_cast<uint4*>(to) = pack(sum);
     } else {
-      store_f32(partials<float>(params, params.peers.rank, home) + element, sum);
+      float* to = partials<float>(params, params.peers.rank, home) + element + lane * 4;
+      *reinterpret_cast<float4*>(to) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+      to += slice.width / 2;
+      *reinterpret_cast<float4*>(to) = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    }
+  }
+
+  __device__ __forceinline__ void load_partial(int owner, const Slice& slice, Columns& sum) const {
+    const int64_t element = int64_t{slice.token} * params.hidden + slice.column;
+    if (params.partials_bf16) {
+      const uint16_t* from =
+          partials<uint16_t>(params, owner, params.peers.rank) + element + lane * 8;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
+      add(sum, __ldcg(reinterpret_cast<const uint4*>(from)), 1.0f);
+    } else {
+      const float* from = partials<float>(params, owner, params.peers.rank) + element + lane * 4;
+      const float4 low = __ldcg(reinterpret_cast<const float4*>(from));
+      const float4 high = __ldcg(reinterpret_cast<const float4*>(from + slice.width / 2));
+      sum[0] = low.x, sum[1] = low.y, sum[2] = low.z, sum[3] = low.w;
+      sum[4] = high.x, sum[5] = high.y, sum[6] = high.z, sum[7] = high.w;
     }
   }
 
@@ -137,16 +173,13 @@ struct CombineRole {
       const int count = min(end - first, kFlagsAtOnce);
       uint32_t stored = 0;
       for (int i = 0; i < count; ++i) {
-        const int token = (first + i) / slices;
-        if (token != known) routes = routes_of(home, token);
-        known = token;
+        const Slice slice = slice_at(first + i, slices);
+        if (slice.token != known) routes = routes_of(home, slice.token);
+        known = slice.token;
         if (routes.here == 0) continue;
-        const int column = (first + i - token * slices) * kColumns + lane * 8;
         Columns sum;
-        add_up(routes, column, sum);
-        if (column < params.hidden) {
-          store_partial(home, int64_t{token} * params.hidden + column, sum);
-        }
+        add_up(routes, slice, sum);
+        if (slice.inside) store_partial(home, slice, sum);
         stored |= 1u << i;
       }
       __syncwarp();
@@ -154,49 +187,23 @@ struct CombineRole {
     }
   }
 
-  // A run of all peers' items, in rank order, for each warp of the grid.
-  __device__ __forceinline__ void return_partials(int slices) const {
-    const int ranks = params.peers.num_ranks;
-    if (ranks == 1 || waiter.gave_up() || params.stall == kStallPartials) return;
+  // This warp's part of round `round` of the peers' items, in rank order.
+  __device__ __forceinline__ void return_partials(int slices, int round, int rounds) const {
+    if (waiter.gave_up() || params.stall == kStallPartials) return;
     const Sources& sources = shared_state().sources;
-    int items = 0;
-    for (int home = 0; home < ranks; ++home) {
-      if (home != params.peers.rank) items += sources.num_tokens[home] * slices;
-    }
-    const int warps = gridDim.x * kExpertWarps;
-    const int run_length = (items + warps - 1) / warps;
-    int begin = (warp * gridDim.x + blockIdx.x) * run_length;  // of the run, from `home`'s first
-    for (int home = 0; home < ranks; ++home) {
+    for (int home = 0; home < params.peers.num_ranks; ++home) {
       if (home == params.peers.rank) continue;
-      const int count = sources.num_tokens[home] * slices;
-      return_run(home, max(begin, 0), min(begin + run_length, count), slices);
-      begin -= count;
+      const Run run = run_of(sources.num_tokens[home] * slices, round, rounds);
+      return_run(home, run.begin, run.end, slices);
     }
   }
 
   // --- this rank's tokens
 
-  __device__ __forceinline__ void load_partial(int owner, int64_t element, Columns& sum) const {
-    if (params.partials_bf16) {
-      const uint16_t* from = partials<uint16_t>(params, owner, params.peers.rank) + element;
-      const uint4 row = __ldcg(reinterpret_cast<const uint4*>(from));
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
-      add(sum, row, 1.0f);
-    } else {
-      const float4* from = reinterpret_cast<const float4*>(
-          partials<float>(params, owner, params.peers.rank) + element);
-      const float4 low = __ldcg(from);
-      const float4 high = __ldcg(from + 1);
-      sum[0] = low.x, sum[1] = low.y, sum[2] = low.z, sum[3] = low.w;
-      sum[4] = high.x, sum[5] = high.y, sum[6] = high.z, sum[7] = high.w;
-    }
-  }
-
   // This rank's own partial is rounded as if it had crossed.
-  __device__ __forceinline__ void own_partial(const TokenRoutes& routes, int column,
+  __device__ __forceinline__ void own_partial(const TokenRoutes& routes, const Slice& slice,
                                               Columns& sum) const {
-    add_up(routes, column, sum);
+    add_up(routes, slice, sum);
     if (!params.partials_bf16 || params.peers.num_ranks == 1) return;
     const uint4 rounded = pack(sum);
 #pragma unroll
@@ -210,51 +217,82 @@ struct CombineRole {
                                [&] { return ptx::ld_relaxed_sys(flag); });
   }
 
-  __device__ __forceinline__ void combine(const TokenRoutes& routes, int token, int item,
-                                          int column) const {
-    const bool inside = column < params.hidden;
-    const int64_t element = int64_t{token} * params.hidden + column;
+  __device__ __forceinline__ void combine(const TokenRoutes& routes, const Slice& slice,
+                                          int item) const {
     Columns total = {};
     for (uint32_t left = routes.owners; left != 0; left &= left - 1) {
       const int owner = __ffs(left) - 1;
       Columns sum = {};
       if (owner == params.peers.rank) {
-        own_partial(routes, column, sum);
+        own_partial(routes, slice, sum);
       } else {
-        wait_for_partial(owner, token, item);
-        if (inside) load_partial(owner, element, sum);
+        wait_for_partial(owner, slice.token, item);
+        if (slice.inside) load_partial(owner, slice, sum);
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) total[i] += sum[i];
     }
-    if (inside) store(total, element);
+    if (slice.inside) store(total, int64_t{slice.token} * params.hidden + slice.lane_column);
   }
 
   __device__ __forceinline__ void store(const Columns& sum, int64_t element) const {
     if (params.output_f32) {
-      store_f32(static_cast<float*>(params.output) + element, sum);
+      float4* to = reinterpret_cast<float4*>(static_cast<float*>(params.output) + element);
+      to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+      to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
     } else {
       *reinterpret_cast<uint4*>(static_cast<uint16_t*>(params.output) + element) = pack(sum);
     }
   }
 
-  // A run of items (token, slice) in token order for each warp of the grid.
+  __device__ __forceinline__ void combine_own(int slices, int round, int rounds) const {
+    const Run run = run_of(params.num_tokens * slices, round, rounds);
+    int known = -1;
+    TokenRoutes routes;
+    for (int item = run.begin; item < run.end && !waiter.gave_up(); ++item) {
+      const Slice slice = slice_at(item, slices);
+      if (slice.token != known) routes = routes_of(params.peers.rank, slice.token);
+      known = slice.token;
+      combine(routes, slice, item);
+    }
+  }
+
+  // --- who does what
+
+  struct Run {
+    int begin;
+    int end;
+  };
+  // This warp's run of the items (token, slice) of round `round`, in token order over the grid.
+  __device__ __forceinline__ Run run_of(int items, int round, int rounds) const {
+    const int round_items = (items + rounds - 1) / rounds;
+    const int first = round * round_items;
+    const int last = min(first + round_items, items);
+    const int warps = gridDim.x * kExpertWarps;
+    const int length = (round_items + warps - 1) / warps;
+    const int begin = first + (warp * gridDim.x + blockIdx.x) * length;
+    return {begin, min(begin + length, last)};
+  }
+
+  // Several ranks go in rounds, the same tokens first everywhere: while partial rows are under way
+  // those of the round before are added up.
+  __device__ __forceinline__ int num_rounds(int slices) const {
+    if (params.peers.num_ranks == 1) return 1;
+    int tokens = 0;
+    for (int rank = 0; rank < params.peers.num_ranks; ++rank) {
+      tokens = max(tokens, shared_state().sources.num_tokens[rank]);
+    }
+    const int items = static_cast<int>(gridDim.x) * kExpertWarps * kFlagsAtOnce;
+    return max(1, tokens * slices / items);
+  }
+
   __device__ __forceinline__ void run() const {
     const int slices = layout::NumPartialSlices(params.hidden);
     wait_for_outputs();
-    return_partials(slices);
-    const int items = params.num_tokens * slices;
-    const int warps = gridDim.x * kExpertWarps;
-    const int run_length = (items + warps - 1) / warps;
-    const int begin = (warp * gridDim.x + blockIdx.x) * run_length;
-    const int end = min(begin + run_length, items);
-    int known = -1;
-    TokenRoutes routes;
-    for (int item = begin; item < end && !waiter.gave_up(); ++item) {
-      const int token = item / slices;
-      if (token != known) routes = routes_of(params.peers.rank, token);
-      known = token;
-      combine(routes, token, item, (item - token * slices) * kColumns + lane * 8);
+    const int rounds = num_rounds(slices);
+    for (int round = 0; round < rounds; ++round) {
+      if (params.peers.num_ranks > 1) return_partials(slices, round, rounds);
+      combine_own(slices, round, rounds);
     }
   }
 };
