@@ -166,7 +166,6 @@ TEST_F(CommunicatorOfTwoTest, GenerationsFollowEachOther) {
   for (int generation = 0; generation < 4; ++generation) {
     const ncclUniqueId id = NewId();
     OnEachDevice(2, [&](int rank) {
-      size_t total = 0;
       auto communicator = Communicator::Create(Options(id, rank, 2));
       ASSERT_TRUE(communicator.ok()) << communicator.status();
       EXPECT_EQ(OpenAndTest(communicator->get()), absl::OkStatus());
