@@ -1,13 +1,5 @@
 #include "tests/gpu/testing/device_each_site.h"
 
-#ifdef EXPERTD_NO_NCCL_COMM
-namespace expertd::testing {
-absl::StatusOr<std::unique_ptr<RankSite>> OpenDeviceEach(int, int64_t) {
-  return absl::UnavailableError("built without kernels/cuda/nccl_comm");
-}
-}  // namespace expertd::testing
-#else
-
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
@@ -150,4 +142,3 @@ absl::StatusOr<std::unique_ptr<RankSite>> OpenDeviceEach(int num_ranks, int64_t 
 }
 
 }  // namespace expertd::testing
-#endif
