@@ -60,6 +60,9 @@ struct ExchangeStep {
   ExchangeNotice* notice = nullptr;
 };
 
+// Loads the kernels, so that no launch does while a peer's kernel waits.
+absl::Status LoadExchangeKernels();
+
 absl::Status LaunchFindOwners(const ExchangeStep& step, cudaStream_t stream);
 absl::Status LaunchPackRows(const ExchangeStep& step, cudaStream_t stream);
 // `rows` and `top_k` as in ExchangePlan.

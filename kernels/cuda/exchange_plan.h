@@ -40,8 +40,9 @@ struct RouteRecord {
 // Ends a block of routes, and stands beside a block of partial rows.
 struct ExchangeTag {
   uint32_t step;
-  uint32_t fault;  // moe_layer::FaultCode of the sender's layer kernel
+  uint32_t fault;  // kRoutesTag; beside partial rows the moe_layer::FaultCode of their owner
 };
+inline constexpr uint32_t kRoutesTag = 0x5461675eu;
 static_assert(sizeof(ExchangeTag) == sizeof(RouteRecord), "a tag lies where a route could");
 
 // Begin of a block.

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -42,8 +43,9 @@ struct HostExchangeOptions {
 // A wait that ends by its limit, or an error that NCCL reports, ends the exchange: NCCL's kernels
 // are told to end, the stream is waited for (some seconds at most, otherwise the status is marked
 // fatal, see kernels/fatal.h), and every later call returns the same status. The group then makes a
-// new exchange on every rank. A fault inside this rank's or a peer's layer kernel fails the step on
-// all ranks that wait for its rows, and the next step runs.
+// new exchange on every rank, when no rank of the process is inside a call of the old one (NCCL may
+// still store into a peer's buffers). A fault inside one rank's layer kernel fails the step on all
+// ranks, and the next step runs.
 class HostExchange {
  public:
   // Collective over the group: splits a communicator of its own off it and connects all pairs.
@@ -65,7 +67,8 @@ class HostExchange {
 
   // One layer over all ranks: `step` holds this rank's rows, `layer` this rank's slots. T up to
   // shape.max_tokens_per_rank, K up to shape.max_top_k; K may differ between ranks. `step_number`
-  // and spec.layer are compared with the peers'.
+  // and spec.layer are compared with the peers'. INVALID_ARGUMENT: nothing was enqueued, and the
+  // peers will wait in vain.
   absl::Status Enqueue(const LayerSpec& spec, const PackedLayer& layer, const UnfusedStep& step,
                        uint32_t step_number, cudaStream_t stream);
 
@@ -82,22 +85,24 @@ class HostExchange {
   HostExchange(const HostExchangeOptions& options, std::unique_ptr<RowTransport> transport);
   absl::Status Allocate();
   absl::Status CheckStep(const LayerSpec& spec, const UnfusedStep& step) const;
-  absl::Status ExchangeCounts(cudaStream_t stream);
+  absl::Status ExchangeCounts();
   absl::Status WaitForCounts();
-  absl::Status CheckCounts() const;
-  absl::Status ExchangeRows(cudaStream_t stream);
-  absl::Status RunExperts(const LayerSpec& spec, const PackedLayer& layer, cudaStream_t stream);
-  absl::Status ReturnPartials(cudaStream_t stream);
-  absl::Status CheckTags() const;
+  absl::Status ExchangeRows();
+  absl::Status RunExperts(const LayerSpec& spec, const PackedLayer& layer);
+  absl::Status ReturnPartials();
   absl::Status CheckProgress();
+  absl::Status CheckFaults();
   absl::Status GiveUp(absl::Status reason);
-  absl::Status Late(const char* phase);
+  absl::Status Drain();
+  std::string WhoIsMissing() const;
+  std::string StepName() const;
 
   HostBlock* host() const { return host_memory_.as<HostBlock>(); }
 
   const HostExchangeOptions options_;
   const std::unique_ptr<RowTransport> transport_;
   ExchangeBuffers buffers_;
+  layout::WorkspaceOffsets workspace_;  // the layer kernel's
   MemoryBlock device_memory_;
   MemoryBlock host_memory_;  // pinned, mapped
   Event passed_;
