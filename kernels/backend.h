@@ -11,6 +11,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "config/cluster_spec.h"
+#include "config/limits.h"
 #include "config/model_spec.h"
 #include "kernels/step.h"
 
@@ -53,7 +54,11 @@ struct BackendOptions {
   std::shared_ptr<const Placement> placement;
   int32_t max_tokens_per_rank = 0;  // T
   int32_t num_threads = 0;          // CPU: all ranks together; 0 = one a core
-  std::vector<int32_t> devices;     // CUDA: one rank a device; empty = all visible
+  std::vector<int32_t> devices;     // CUDA: one rank a device; empty = the first visible ones
+  // A step that takes longer fails and the next one runs; below the limit at which the caller gives
+  // the backend up.
+  absl::Duration step_timeout = absl::Milliseconds(limits::kStepTimeoutMs);
+  DType partials = DType::kF32;  // CUDA, several ranks: partial rows on their way home
 };
 
 struct BackendInfo {

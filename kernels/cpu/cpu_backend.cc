@@ -389,7 +389,7 @@ void CpuBackend::RunOn(Rank& rank, StepRun& run) {
     if (!run.started) {  // the first rank to start sets the deadline of all
       run.started = true;
       run.start = absl::Now();
-      run.limit.deadline = run.start + options_.step_timeout;
+      run.limit.deadline = run.start + options_.common.step_timeout;
     }
   }
   const absl::Status status = rank.worker->Run(run.step, run.layer_index, run.limit);

@@ -3,8 +3,6 @@
 #include <cstdint>
 #include <memory>
 
-#include "absl/time/time.h"
-#include "config/limits.h"
 #include "kernels/backend.h"
 #include "kernels/cpu/exchange.h"
 #include "kernels/cpu/memory_limit.h"
@@ -19,7 +17,6 @@ struct CpuBackendOptions {
   int32_t num_local_ranks = 0;         // 0 = all of the placement's
   std::shared_ptr<Exchange> exchange;  // null = in-process; then all ranks have to be local
   MemoryLimit memory_limit;            // 0 bytes = what ReadMemoryLimit finds
-  absl::Duration step_timeout = absl::Milliseconds(limits::kStepTimeoutMs);
 };
 
 // RESOURCE_EXHAUSTED before anything is allocated if weights and workspace exceed the memory limit,

@@ -30,7 +30,7 @@ int64_t WorkspaceBytes(const MemoryQuestion& question) {
     if (question.path == KernelPath::kUnfused) {
       bytes = std::max<int64_t>(
           bytes, UnfusedWorkspaceBytes(spec, question.num_slots, question.max_tokens_per_rank,
-                                       limits::kMaxTopK));
+                                       PlannedTopK(question)));
     } else {
       bytes = std::max(bytes, layout::PlanWorkspace(ShapeOfWorkspace(spec, question)).bytes);
     }
@@ -58,10 +58,24 @@ int32_t LargestFit(const MemoryQuestion& question, int64_t usable) {
 
 }  // namespace
 
+// One row with kMaxTopK routes always fits.
+int32_t PlannedTopK(const MemoryQuestion& question) {
+  int32_t top_k = 1;
+  for (const LayerSpec& spec : question.layers) top_k = std::max(top_k, spec.top_k);
+  const int32_t tokens = question.max_tokens_per_rank;
+  const int32_t for_one_row = (limits::kMaxTopK + tokens - 1) / tokens;
+  return std::min(std::max(top_k, for_one_row), limits::kMaxTopK);
+}
+
+int32_t PartTokens(const MemoryQuestion& question, int32_t top_k) {
+  const int64_t routes = int64_t{question.max_tokens_per_rank} * PlannedTopK(question);
+  return static_cast<int32_t>(std::min<int64_t>(question.max_tokens_per_rank, routes / top_k));
+}
+
 layout::WorkspaceShape ShapeOfWorkspace(const LayerSpec& spec, const MemoryQuestion& question) {
-  return {.num_ranks = 1,
+  return {.num_ranks = question.num_ranks,
           .max_tokens_per_rank = question.max_tokens_per_rank,
-          .max_top_k = limits::kMaxTopK,
+          .max_top_k = PlannedTopK(question),
           .num_slots = question.num_slots,
           .hidden = static_cast<int>(spec.hidden_size),
           .intermediate = static_cast<int>(spec.intermediate_size)};

@@ -13,7 +13,7 @@ namespace expertd::cuda {
 
 enum class KernelPath {
   kFused,    // the one-launch kernel
-  kUnfused,  // the plain kernels: oracle and fallback
+  kUnfused,  // the plain kernels: oracle and fallback; one rank
 };
 
 struct MemoryQuestion {
@@ -21,19 +21,27 @@ struct MemoryQuestion {
   int32_t num_slots = 0;            // expert slots of the rank
   int32_t max_tokens_per_rank = 0;  // T
   KernelPath path = KernelPath::kFused;
+  int32_t num_ranks = 1;
 };
 
 // Device bytes.
 struct MemoryPlan {
   int64_t weights = 0;    // packed, all layers
   int64_t staging = 0;    // only while weights load
-  int64_t workspace = 0;  // pooled over the layers, for the worst routing at K = kMaxTopK
+  int64_t workspace = 0;  // pooled over the layers, for the worst routing of a part of a step
   int64_t step = 0;       // inputs and outputs of a step
 
   int64_t total() const { return weights + staging + workspace + step; }
 };
 
-// The fused kernel's workspace for one layer of the question.
+// K that the workspace is sized for: the largest that a served layer was trained with. A step with
+// a larger K is legal; it runs in parts of PartTokens rows a rank.
+int32_t PlannedTopK(const MemoryQuestion& question);
+
+// Rows of a rank that one launch takes at `top_k`, at most T and at least 1.
+int32_t PartTokens(const MemoryQuestion& question, int32_t top_k);
+
+// The fused kernel's workspace for one layer of the question, the same on every rank.
 layout::WorkspaceShape ShapeOfWorkspace(const LayerSpec& spec, const MemoryQuestion& question);
 
 MemoryPlan PlanMemory(const MemoryQuestion& question);

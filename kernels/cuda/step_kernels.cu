@@ -19,6 +19,11 @@ __global__ void round_to_bf16(const float4* from, uint2* to, int64_t count) {
 
 }  // namespace
 
+absl::Status PrepareStepKernels() {
+  cudaFuncAttributes attributes;
+  return EXPERTD_CUDA_STATUS(cudaFuncGetAttributes(&attributes, round_to_bf16));
+}
+
 // Rows are a multiple of 64 elements, so four at a time come out even.
 absl::Status LaunchRoundToBf16(const float* from, uint16_t* to, int64_t count,
                                cudaStream_t stream) {

@@ -281,7 +281,7 @@ TEST_P(CudaBackendTest, AStepThatIsStoppedNeverAnswersAWrongNumber) {
     options.common.layers = {spec};
     options.common.placement = std::make_shared<const Placement>(*Placement::Contiguous(1, 1));
     options.common.max_tokens_per_rank = 64;
-    options.step_timeout = absl::Microseconds(limit_us);
+    options.common.step_timeout = absl::Microseconds(limit_us);
     auto backend = cuda::MakeCudaBackend(options);
     ASSERT_TRUE(backend.ok()) << backend.status();
     const absl::Status loaded = testing::LoadLayers(absl::MakeConstSpan(&layer, 1),

@@ -23,12 +23,12 @@ LayerSpec Pro(int32_t layer = 3) {
           .swiglu_limit = 10};
 }
 
-BackendOptions Options(LayerSpec spec) {
-  BackendOptions options;
-  options.placement =
-      std::make_shared<const Placement>(*Placement::Contiguous(spec.num_experts, 1));
-  options.layers = {std::move(spec)};
-  options.max_tokens_per_rank = 64;
+cuda::CudaBackendOptions Options(LayerSpec spec, int32_t ranks = 1) {
+  cuda::CudaBackendOptions options;
+  options.common.placement =
+      std::make_shared<const Placement>(*Placement::Contiguous(spec.num_experts, ranks));
+  options.common.layers = {std::move(spec)};
+  options.common.max_tokens_per_rank = 64;
   return options;
 }
 
@@ -56,16 +56,53 @@ TEST(MemoryPlanTest, TooLittleMemoryNamesTheLargestTThatFits) {
   const std::vector<LayerSpec> layers = {Pro()};
   const cuda::MemoryQuestion question = {layers, 48, 8192, cuda::KernelPath::kFused};
   EXPECT_TRUE(cuda::CheckMemory(question, 140 * kGib).ok());
-  const absl::Status status = cuda::CheckMemory(question, 6 * kGib);
+  const absl::Status status = cuda::CheckMemory(question, 3 * kGib);
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   const std::string text(status.message());
   const size_t at = text.find("that fits is ");
   ASSERT_NE(at, std::string::npos) << text;
   cuda::MemoryQuestion smaller = question;
   smaller.max_tokens_per_rank = std::stoi(text.substr(at + 13));
-  EXPECT_TRUE(cuda::CheckMemory(smaller, 6 * kGib).ok());
+  EXPECT_TRUE(cuda::CheckMemory(smaller, 3 * kGib).ok());
   ++smaller.max_tokens_per_rank;
-  EXPECT_FALSE(cuda::CheckMemory(smaller, 6 * kGib).ok());
+  EXPECT_FALSE(cuda::CheckMemory(smaller, 3 * kGib).ok());
+}
+
+TEST(MemoryPlanTest, TheWindowGrowsWithTheRanksAndIsTheSameForAll) {
+  const std::vector<LayerSpec> layers = {Pro()};
+  cuda::MemoryQuestion question = {layers, 48, 1024, cuda::KernelPath::kFused};
+  const int64_t alone = cuda::PlanMemory(question).workspace;
+  question.num_ranks = 2;
+  const layout::WorkspaceShape shape = cuda::ShapeOfWorkspace(layers[0], question);
+  EXPECT_EQ(shape.num_ranks, 2);
+  const int64_t together = cuda::PlanMemory(question).workspace;
+  EXPECT_EQ(together, layout::PlanWorkspace(shape).bytes);
+  // Twice the routes, and a peer's rows and partial rows.
+  const int64_t rows = int64_t{1024} * 7168 * (2 * 2 + 4);
+  EXPECT_GT(together, 2 * alone + rows - alone / 100);
+  EXPECT_LT(together, 2 * alone + 2 * rows);
+}
+
+TEST(MemoryPlanTest, TheWorkspaceIsForTheLayersOwnKAndLargerOnesRunInParts) {
+  const std::vector<LayerSpec> layers = {Pro()};  // K 6
+  for (const int32_t tokens : {1, 2, 5, 6, 7, 100, 1024, 65536}) {
+    const cuda::MemoryQuestion question = {layers, 48, tokens, cuda::KernelPath::kFused};
+    const int64_t planned = int64_t{tokens} * cuda::PlannedTopK(question);
+    EXPECT_GE(cuda::PlannedTopK(question), 6);
+    EXPECT_EQ(cuda::PartTokens(question, 6), tokens);
+    for (int32_t top_k = 1; top_k <= limits::kMaxTopK; ++top_k) {
+      const int32_t rows = cuda::PartTokens(question, top_k);
+      EXPECT_GE(rows, 1) << tokens << " tokens, K " << top_k;
+      EXPECT_LE(rows, tokens);
+      EXPECT_LE(int64_t{rows} * top_k, planned) << tokens << " tokens, K " << top_k;
+    }
+  }
+  const cuda::MemoryQuestion usual = {layers, 48, 1024, cuda::KernelPath::kFused};
+  EXPECT_EQ(cuda::PlannedTopK(usual), 6);
+  EXPECT_EQ(cuda::PartTokens(usual, 32), 192);
+  std::vector<LayerSpec> wide = {Pro()};
+  wide[0].top_k = limits::kMaxTopK;
+  EXPECT_EQ(cuda::PlannedTopK({wide, 48, 1024, cuda::KernelPath::kFused}), limits::kMaxTopK);
 }
 
 TEST(MemoryPlanTest, WeightsThatDoNotFitAreSaidToBeTheReason) {
@@ -97,19 +134,21 @@ TEST(CudaOptionsTest, WhatTheKernelsCannotRunIsRefusedBeforeAnyLaunch) {
   many.num_experts = 1024;
   EXPECT_TRUE(cuda::CheckOptions(Options(many)).ok());
 
-  BackendOptions too_many_tokens = Options(Pro());
-  too_many_tokens.max_tokens_per_rank = limits::kMaxTokensPerRank + 1;
+  cuda::CudaBackendOptions too_many_tokens = Options(Pro());
+  too_many_tokens.common.max_tokens_per_rank = limits::kMaxTokensPerRank + 1;
   EXPECT_EQ(cuda::CheckOptions(too_many_tokens).code(), absl::StatusCode::kInvalidArgument);
 
-  BackendOptions two_ranks = Options(Pro());
-  two_ranks.placement = std::make_shared<const Placement>(*Placement::Contiguous(48, 2));
-  status = cuda::CheckOptions(two_ranks);
-  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("2 ranks"));
+  EXPECT_TRUE(cuda::CheckOptions(Options(Pro(), 2)).ok());
+  cuda::CudaBackendOptions plain = Options(Pro(), 2);
+  plain.path = cuda::KernelPath::kUnfused;
+  EXPECT_EQ(cuda::CheckOptions(plain).code(), absl::StatusCode::kInvalidArgument);
+  status = cuda::CheckOptions(Options(Pro(), 33));
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("ranks: found 33, expected at most 32"));
 
-  BackendOptions mixed = Options(Pro());
-  mixed.layers.push_back(Pro(4));
-  mixed.layers[1].intermediate_size = 2048;
+  cuda::CudaBackendOptions mixed = Options(Pro());
+  mixed.common.layers.push_back(Pro(4));
+  mixed.common.layers[1].intermediate_size = 2048;
   EXPECT_EQ(cuda::CheckOptions(mixed).code(), absl::StatusCode::kInvalidArgument);
 }
 

@@ -38,7 +38,7 @@ struct TwoProcesses {
   explicit TwoProcesses(absl::Duration timeout) : experts(kSpec, 1) {
     cpu::CpuBackendOptions options = Options(2);
     options.exchange = MakeInProcessExchange(2);
-    options.step_timeout = timeout;
+    options.common.step_timeout = timeout;
     options.num_local_ranks = 1;
     first = MakeLoaded(experts, options);
     options.first_rank = 1;
@@ -167,7 +167,7 @@ TEST(CpuBackendLifecycle, ManyStepsInFlightEndInOrderWithTheirOwnAnswers) {
 TEST(CpuBackendLifecycle, AComputationPastItsDeadlineNamesRankAndPhase) {
   const RandomExperts experts(kSpec, 4);
   auto options = Options(1);
-  options.step_timeout = absl::Nanoseconds(1);
+  options.common.step_timeout = absl::Nanoseconds(1);
   const auto backend = MakeLoaded(experts, options);
   const auto output = RunStep(*backend, kSpec, RandomRows(kSpec, 8, 2, 5));
   EXPECT_EQ(output.status().code(), absl::StatusCode::kDeadlineExceeded);
