@@ -445,7 +445,7 @@ class LayerBench {
     uint64_t start = ~0ull;
     for (int c = 0; c < machine_.num_sms; ++c)
       start = std::min(start, at(c, moe_layer::kMarkStart));
-    const char* names[] = {"start", "routed", "list end", "combine", "end"};
+    const char* names[] = {"start", "routed", "sent", "list end", "combine", "outputs", "end"};
     for (int mark = 0; mark <= moe_layer::kMarkEnd; ++mark) {
       std::vector<double> us;
       for (int c = 0; c < machine_.num_sms; ++c) us.push_back((at(c, mark) - start) * 1e-3);

@@ -33,12 +33,6 @@ __device__ __forceinline__ void init_barriers() {
   ptx::fence_mbarrier_init();
 }
 
-__device__ __forceinline__ void mark(const MoeLayerParams& params, TimingMark which) {
-  if constexpr (kRecordTiming) {
-    if (params.timing) params.timing[blockIdx.x * kTimingMarks + which] = ptx::globaltimer_ns();
-  }
-}
-
 template <layout::WeightFormat kFormat, int... kWidths>
 __global__ void __launch_bounds__(kThreads, 1)
     moe_layer_kernel(const __grid_constant__ MoeLayerParams params) {

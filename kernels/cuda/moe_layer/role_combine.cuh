@@ -289,6 +289,7 @@ struct CombineRole {
   __device__ __forceinline__ void run() const {
     const int slices = layout::NumPartialSlices(params.hidden);
     wait_for_outputs();
+    if (warp == 0 && lane == 0) mark(params, kMarkOutputs);
     const int rounds = num_rounds(slices);
     for (int round = 0; round < rounds; ++round) {
       if (params.peers.num_ranks > 1) return_partials(slices, round, rounds);

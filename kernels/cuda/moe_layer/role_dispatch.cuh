@@ -2,7 +2,7 @@
 
 #include "kernels/cuda/moe_layer/exchange.cuh"
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
-#include "kernels/cuda/ptx/memory.cuh"
+#include "kernels/cuda/moe_layer/wait.cuh"
 
 // What this rank sends to its peers before they can compute: its ids, weights and row numbers
 // whole, and each token's row once to every rank that has a route of it. Nobody is waited for.
@@ -123,6 +123,7 @@ struct TokenSender {
   const MoeLayerParams& params;
   int lane;
   int window = 0;  // index of its first token among the CTA's
+  bool done = false;
   uint32_t keys[kLaneTokens];
   uint32_t masks[kLaneTokens];
 
@@ -159,6 +160,7 @@ struct TokenSender {
 
   // By the whole warp. False: everything has been sent.
   __device__ __forceinline__ bool send_next() {
+    if (done) return false;
     while (token_at(window) < params.num_tokens) {
       uint32_t best = kSent;  // slot << 8 | index in the window
 #pragma unroll
@@ -173,6 +175,8 @@ struct TokenSender {
       window += kWindow;
       look_up();
     }
+    done = true;
+    if (lane == 0) mark(params, kMarkSent);
     return false;
   }
 

@@ -62,7 +62,15 @@ constexpr int WeightStageBytes(layout::WeightFormat format) {
 constexpr int TokenStageBytes(int token_tile) { return token_tile * kTokenRowBytes; }
 
 // Times that a CTA notes down when the kernel is built with EXPERTD_MOE_TIMING.
-enum TimingMark { kMarkStart, kMarkRouted, kMarkLastTile, kMarkCombine, kMarkEnd };
+enum TimingMark {
+  kMarkStart,
+  kMarkRouted,
+  kMarkSent,      // the announcing warp: every token row this CTA sends
+  kMarkLastTile,  // the claiming thread: nothing more to claim
+  kMarkCombine,   // multiplied everything
+  kMarkOutputs,   // every FC2 tile of this rank is there
+  kMarkEnd
+};
 inline constexpr int kTimingMarks = 8;
 #ifdef EXPERTD_MOE_TIMING
 inline constexpr bool kRecordTiming = true;

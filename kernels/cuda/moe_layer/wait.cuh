@@ -11,6 +11,12 @@
 // means nothing.
 namespace expertd::cuda::moe_layer {
 
+__device__ __forceinline__ void mark(const MoeLayerParams& params, TimingMark which) {
+  if constexpr (kRecordTiming) {
+    if (params.timing) params.timing[blockIdx.x * kTimingMarks + which] = ptx::globaltimer_ns();
+  }
+}
+
 __device__ __forceinline__ volatile uint32_t& gave_up_word() {
   return *static_cast<volatile uint32_t*>(&shared_state().gave_up);
 }
