@@ -48,9 +48,9 @@ void PrintTo(const Stall& stall, std::ostream* out) { *out << stall.name; }
 constexpr int32_t kExperts = 16;
 constexpr int32_t kTopK = 4;
 constexpr int32_t kTokens = 16;
-constexpr int64_t kHidden = 512;
-// So many FC1 tiles that no CTA claims one of FC2 before the first wait of FC1: records name the
-// cause and not what follows from it.
+// More tiles of each phase than CTAs: none is left over that waits for what follows from the stall
+// (an FC2 tile, combine) as early as others wait for the cause.
+constexpr int64_t kHidden = 4096;
 constexpr int64_t kIntermediate = 2048;
 
 // Routes of four tokens cover all experts, so that every rank needs every other one.
