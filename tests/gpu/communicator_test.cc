@@ -120,6 +120,13 @@ TEST_F(CommunicatorTest, WrongOptionsAreRefused) {
               HasSubstr("limit: found 0"));
 }
 
+TEST_F(CommunicatorTest, AWindowTooSmallForAPatternIsRefused) {
+  auto communicator = Communicator::Create(Options({}, 0, 1));
+  ASSERT_TRUE(communicator.ok()) << communicator.status();
+  EXPECT_EQ((*communicator)->OpenWindow(15),
+            absl::InvalidArgumentError("window bytes: found 15, expected at least 16"));
+}
+
 TEST_F(CommunicatorTest, MoreMemoryThanThereIsIsRefused) {
   auto communicator = Communicator::Create(Options({}, 0, 1));
   ASSERT_TRUE(communicator.ok()) << communicator.status();

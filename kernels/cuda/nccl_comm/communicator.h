@@ -64,6 +64,9 @@ class Communicator {
   // Collective, once, only if mapped(): `bytes` of device memory on every rank, the same size (at
   // least 16 a rank of the group), all zero, newly allocated.
   absl::Status OpenWindow(int64_t bytes);
+  // Device memory that such a window takes: rounded up, with the self-test's flags behind the
+  // window.
+  static int64_t MemoryBytes(int64_t window_bytes, int32_t num_ranks);
   const PeerMap& peers() const;  // of the window
   int64_t window_bytes() const;
 

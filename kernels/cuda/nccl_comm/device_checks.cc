@@ -75,10 +75,8 @@ std::string WhyNotMapped(absl::Span<const RankFacts> facts) {
   return "";
 }
 
-std::string NoPeerAccess(absl::Span<const RankFacts> facts, int32_t from, int32_t to,
-                         std::string_view found) {
-  return absl::StrCat(RankText(facts, from), " cannot reach the memory of ", RankText(facts, to),
-                      ": ", View(found));
+std::string NoPeerAccess(absl::Span<const RankFacts> facts, int32_t peer, std::string_view found) {
+  return absl::StrCat("cannot reach the memory of ", RankText(facts, peer), ": ", View(found));
 }
 
 RankVerdict MakeVerdict(const absl::Status& status, int64_t value) {

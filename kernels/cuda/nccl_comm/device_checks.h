@@ -58,9 +58,8 @@ absl::Status CheckNcclVersion(int32_t compiled, int32_t loaded);
 // condition that fails, with the rank, or both ranks and both devices.
 std::string WhyNotMapped(absl::Span<const RankFacts> facts);
 
-// For two devices one of which cannot reach the other's memory; `found`: who says so.
-std::string NoPeerAccess(absl::Span<const RankFacts> facts, int32_t from, int32_t to,
-                         std::string_view found);
+// What a rank says that cannot reach the memory of `peer`; `found`: who says so.
+std::string NoPeerAccess(absl::Span<const RankFacts> facts, int32_t peer, std::string_view found);
 
 RankVerdict MakeVerdict(const absl::Status& status, int64_t value = 0);
 

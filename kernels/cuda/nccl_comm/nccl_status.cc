@@ -2,6 +2,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "kernels/cuda/check.h"
 
 namespace expertd::cuda {
 namespace {
@@ -44,6 +45,30 @@ absl::Status AwaitNccl(ncclComm_t comm, ncclResult_t called, absl::Time deadline
     }
     absl::SleepFor(kPollEvery);
   }
+}
+
+absl::Status AwaitStream(cudaStream_t stream, ncclComm_t comm, absl::Time deadline) {
+  while (true) {
+    const cudaError_t state = cudaStreamQuery(stream);
+    if (state != cudaErrorNotReady) return EXPERTD_CUDA_STATUS(state);
+    if (comm != nullptr) {
+      ncclResult_t result = ncclSuccess;
+      (void)ncclCommGetAsyncError(comm, &result);
+      if (absl::Status s = NcclStatus(result, "while waiting"); !s.ok()) return s;
+    }
+    if (absl::Now() >= deadline) {
+      return absl::DeadlineExceededError("a peer did not come in time");
+    }
+    absl::SleepFor(kPollEvery);
+  }
+}
+
+ncclResult_t DestroyLocally(ncclComm_t comm) {
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 31, 2)
+  return ncclCommAbort(comm);
+#else
+  return ncclCommDestroy(comm);
+#endif
 }
 
 }  // namespace expertd::cuda

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cuda_runtime_api.h>
 #include <nccl.h>
 
 #include <string>
@@ -21,5 +22,12 @@ absl::Status NcclStatus(ncclResult_t result, const std::string& what);
 // (Communicator::Abort). What the call writes must outlive the wait.
 absl::Status AwaitNccl(ncclComm_t comm, ncclResult_t called, absl::Time deadline,
                        const std::string& what);
+
+// Waits, polling, until `stream` has passed what was enqueued, at most until `deadline`, or until
+// the communicator, if there is one, reports an error.
+absl::Status AwaitStream(cudaStream_t stream, ncclComm_t comm, absl::Time deadline);
+
+// ncclCommDestroy where it waits for no peer, otherwise ncclCommAbort (NCCL 2.31.2 and later).
+ncclResult_t DestroyLocally(ncclComm_t comm);
 
 }  // namespace expertd::cuda

@@ -59,9 +59,12 @@ TEST(DeviceChecks, DifferentLibrariesAreNamed) {
 }
 
 TEST(DeviceChecks, APairWithoutPeerAccessIsNamed) {
-  EXPECT_EQ(NoPeerAccess(GoodFacts(), 1, 0, "CUDA says so"),
-            "rank 1 (0000:3b:00.0 H200) cannot reach the memory of rank 0 (0000:19:00.0 H200): "
-            "CUDA says so");
+  std::vector<RankVerdict> verdicts(2, MakeVerdict(absl::OkStatus()));
+  verdicts[0] = MakeVerdict(
+      absl::FailedPreconditionError(NoPeerAccess(GoodFacts(), 1, "CUDA says that it cannot")));
+  EXPECT_EQ(FirstFailure(GoodFacts(), verdicts).message(),
+            "rank 0 (0000:19:00.0 H200): cannot reach the memory of rank 1 (0000:3b:00.0 H200): "
+            "CUDA says that it cannot");
 }
 
 TEST(DeviceChecks, LongTextsAreCutAndTerminated) {
