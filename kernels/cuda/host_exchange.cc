@@ -258,7 +258,8 @@ absl::Status HostExchange::RunExperts(const LayerSpec& spec, const PackedLayer& 
   params.workspace = workspace_;
   params.stop = &device_host->stop;
   params.fault = &device_host->fault;
-  params.timeout_ns = static_cast<uint64_t>(absl::ToInt64Nanoseconds(options_.limit));
+  params.timeout_ns = static_cast<uint64_t>(absl::ToInt64Nanoseconds(options_.limit / 2));
+  params.stall = stall_;
   const LayerShape shape = {.format = FormatOf(spec.recipe),
                             .hidden = spec.hidden_size,
                             .intermediate = spec.intermediate_size,
@@ -325,7 +326,11 @@ absl::Status HostExchange::CheckFaults() {
   for (int32_t peer = 0; peer < view_.num_ranks; ++peer) {
     if (peer == view_.rank) continue;
     const ExchangeTag& tag = block.notice.tags[peer];
-    if (tag.step == view_.step && tag.fault == moe_layer::kNoFault) continue;
+    if (tag.step != view_.step) {
+      return absl::InternalError(
+          absl::StrCat(StepName(), ": the partial rows of rank ", peer, " are of step ", tag.step));
+    }
+    if (tag.fault == moe_layer::kNoFault) continue;
     return absl::UnavailableError(absl::StrCat(StepName(), ": rank ", peer,
                                                " gave up in its layer kernel: fault ", tag.fault));
   }

@@ -14,6 +14,7 @@
 #include "kernels/cuda/device_memory.h"
 #include "kernels/cuda/exchange_kernels.h"
 #include "kernels/cuda/exchange_plan.h"
+#include "kernels/cuda/moe_layer/params.h"
 #include "kernels/cuda/nccl_comm/communicator.h"
 #include "kernels/cuda/pack_weights.h"
 #include "kernels/cuda/row_transport.h"
@@ -29,7 +30,8 @@ struct HostExchangeOptions {
   ExchangeShape shape;            // the same on every rank
   PlacementTable placement;       // device memory that outlives the exchange; global slots
   int32_t num_sms = 0;            // of this rank's device
-  absl::Duration limit;           // of Create, and of one step from Enqueue to Finish
+  absl::Duration limit;           // of Create, and of one step from Enqueue to Finish; the
+                                  // layer kernel's waits get half of it, to speak first
   Communicator* group = nullptr;  // outlives the exchange; need not be mapped()
 };
 
@@ -79,6 +81,9 @@ class HostExchange {
   // Any thread: the step that runs ends soon, without an answer; later ones fail.
   void Stop();
 
+  // For tests: the role of this rank's layer kernel that stalls in the steps from now on.
+  void SetStall(moe_layer::StallPoint stall) { stall_ = stall; }
+
  private:
   struct HostBlock;
 
@@ -115,6 +120,7 @@ class HostExchange {
   absl::Time deadline_;
   bool in_step_ = false;
 
+  moe_layer::StallPoint stall_ = moe_layer::kStallNowhere;
   uint32_t kernel_step_ = 0;  // steps since the workspace was zeroed
   bool needs_reset_ = true;
   absl::Status ended_;  // not OK: the exchange is over

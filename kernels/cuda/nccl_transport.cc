@@ -17,17 +17,6 @@ namespace expertd::cuda {
 namespace {
 
 constexpr int64_t kHello = 32;  // bytes that connect a pair
-constexpr absl::Duration kPollEvery = absl::Microseconds(50);
-
-// From 2.31.2 on NCCL's destroy waits for the peers, which its abort never does. Before, destroy
-// lets what was sent arrive.
-ncclResult_t DestroyLocally(ncclComm_t comm) {
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 31, 2)
-  return ncclCommAbort(comm);
-#else
-  return ncclCommDestroy(comm);
-#endif
-}
 
 absl::Status EnqueueGroup(ncclComm_t comm, absl::Span<const Transfer> sends,
                           absl::Span<const Transfer> receives, cudaStream_t stream) {
@@ -42,22 +31,6 @@ absl::Status EnqueueGroup(ncclComm_t comm, absl::Span<const Transfer> sends,
   }
   const ncclResult_t ended = ncclGroupEnd();
   return NcclStatus(result != ncclSuccess ? result : ended, "ncclSend and ncclRecv");
-}
-
-// Until the stream has passed what was enqueued.
-absl::Status WaitFor(cudaStream_t stream, ncclComm_t comm, absl::Time deadline) {
-  while (true) {
-    const cudaError_t state = cudaStreamQuery(stream);
-    if (state != cudaErrorNotReady) return EXPERTD_CUDA_STATUS(state);
-    ncclResult_t error = ncclSuccess;
-    absl::Status status = NcclStatus(ncclCommGetAsyncError(comm, &error), "connecting");
-    if (status.ok()) status = NcclStatus(error, "connecting");
-    if (!status.ok()) return status;
-    if (absl::Now() >= deadline) {
-      return absl::DeadlineExceededError("a peer did not take part in the first exchange");
-    }
-    absl::SleepFor(kPollEvery);
-  }
 }
 
 }  // namespace
@@ -112,7 +85,7 @@ absl::Status NcclTransport::Connect(absl::Duration limit, cudaStream_t stream) {
                 });
   if (IsFatal(status)) comm_ = nullptr;  // that thread may be inside a call with it
   if (!status.ok()) return status;
-  status = WaitFor(stream, comm_, deadline);
+  status = AwaitStream(stream, comm_, deadline);
   if (status.ok()) return status;
   if (absl::Status aborted = Abort(); !aborted.ok()) return aborted;
   return status;
