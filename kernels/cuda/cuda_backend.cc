@@ -187,6 +187,9 @@ absl::Status CheckOptions(const CudaBackendOptions& options) {
   if (ranks > 1 && options.path == KernelPath::kUnfused) {
     return absl::InvalidArgumentError("the plain kernels compute for one rank");
   }
+  if (ranks == 1 && options.path == KernelPath::kHostExchange) {
+    return absl::InvalidArgumentError("one rank exchanges no rows");
+  }
   return absl::OkStatus();
 }
 

@@ -44,7 +44,7 @@ absl::StatusOr<std::vector<int32_t>> ChooseDevices(absl::Span<const int32_t> dev
                                                    int32_t visible) {
   if (devices.empty()) {
     if (ranks > visible) {
-      return absl::FailedPreconditionError(absl::StrCat(
+      return absl::InvalidArgumentError(absl::StrCat(
           "ranks: found ", ranks, ", expected at most one a visible GPU (", visible, ")"));
     }
     std::vector<int32_t> first;

@@ -17,8 +17,8 @@ struct DeviceInfo {
 };
 
 // The pure part: `devices` as they are, or the first `ranks` (0: all) of the visible ones.
-// FAILED_PRECONDITION if fewer are visible than ranks are asked for; INVALID_ARGUMENT for a device
-// that does not exist or comes twice, and if there are not as many devices as ranks.
+// INVALID_ARGUMENT if fewer are visible than ranks are asked for, for a device that does not exist
+// or comes twice, and if there are not as many devices as ranks.
 absl::StatusOr<std::vector<int32_t>> ChooseDevices(absl::Span<const int32_t> devices, int32_t ranks,
                                                    int32_t visible);
 

@@ -49,16 +49,19 @@ absl::Status DeviceGroup::Connect() {
   if (!id.ok()) return id.status();
   const auto connect = [&](RankDevice& rank, cudaStream_t) { return rank.Connect(*id); };
   if (absl::Status status = OnEveryRank(connect); !status.ok()) return status;
+  const bool bf16 = options_->common.partials == DType::kBf16;
+  const std::string partials = absl::StrCat("partial rows ", bf16 ? "BF16" : "F32");
+  // Every rank has the same answer.
   const Communicator& communicator = rank(0).communicator();
-  if (!communicator.mapped()) {
-    return absl::UnimplementedError(
-        absl::StrCat("the ranks cannot store into each other: ", communicator.why_not_mapped()));
+  if (communicator.mapped() && options_->path == KernelPath::kFused) {
+    absl::StrAppend(&description_, ", ", num_ranks(), " ranks exchange rows inside it, ", partials);
+    return OnEveryRank(
+        [](RankDevice& rank, cudaStream_t stream) { return rank.OpenWindow(stream); });
   }
-  const auto open = [](RankDevice& rank, cudaStream_t stream) { return rank.OpenWindow(stream); };
-  if (absl::Status status = OnEveryRank(open); !status.ok()) return status;
-  absl::StrAppend(&description_, ", ", num_ranks(), " ranks exchange rows inside it, partial rows ",
-                  options_->common.partials == DType::kBf16 ? "BF16" : "F32");
-  return absl::OkStatus();
+  description_ = absl::StrCat(
+      "fused kernel, ", num_ranks(), " ranks exchange rows through host-launched NCCL (",
+      communicator.mapped() ? "as asked for" : communicator.why_not_mapped(), "), ", partials);
+  return OnEveryRank([](RankDevice& rank, cudaStream_t) { return rank.UseHostExchange(); });
 }
 
 // Steps that were submitted end on all ranks before the first of them frees its window.

@@ -25,6 +25,9 @@ int64_t MaxHidden(absl::Span<const LayerSpec> layers) {
 }
 
 int64_t WorkspaceBytes(const MemoryQuestion& question) {
+  if (question.path == KernelPath::kHostExchange) {
+    return PlanExchangeLayout(ShapeOfExchange(question)).bytes;
+  }
   int64_t bytes = 0;
   for (const LayerSpec& spec : question.layers) {
     if (question.path == KernelPath::kUnfused) {
@@ -60,6 +63,7 @@ int32_t LargestFit(const MemoryQuestion& question, int64_t usable) {
 
 // One row with kMaxTopK routes always fits.
 int32_t PlannedTopK(const MemoryQuestion& question) {
+  if (question.path == KernelPath::kHostExchange) return limits::kMaxTopK;  // takes no parts
   int32_t top_k = 1;
   for (const LayerSpec& spec : question.layers) top_k = std::max(top_k, spec.top_k);
   const int32_t tokens = question.max_tokens_per_rank;
@@ -79,6 +83,17 @@ layout::WorkspaceShape ShapeOfWorkspace(const LayerSpec& spec, const MemoryQuest
           .num_slots = question.num_slots,
           .hidden = static_cast<int>(spec.hidden_size),
           .intermediate = static_cast<int>(spec.intermediate_size)};
+}
+
+ExchangeShape ShapeOfExchange(const MemoryQuestion& question) {
+  const LayerSpec& spec = question.layers.front();  // all have one shape
+  return {.num_ranks = question.num_ranks,
+          .max_tokens_per_rank = question.max_tokens_per_rank,
+          .max_top_k = PlannedTopK(question),
+          .slots_per_rank = question.num_slots,
+          .hidden_size = spec.hidden_size,
+          .intermediate_size = spec.intermediate_size,
+          .partials_bf16 = question.partials_bf16};
 }
 
 MemoryPlan PlanMemory(const MemoryQuestion& question) {

@@ -6,14 +6,16 @@
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "config/model_spec.h"
+#include "kernels/cuda/exchange_plan.h"
 #include "kernels/layout/workspace.h"
 
 // What a rank's device memory is spent on: pure arithmetic, before anything is allocated.
 namespace expertd::cuda {
 
 enum class KernelPath {
-  kFused,    // the one-launch kernel
-  kUnfused,  // the plain kernels: oracle and fallback; one rank
+  kFused,         // the one-launch kernel; several ranks exchange rows inside it
+  kUnfused,       // the plain kernels, the oracle; one rank
+  kHostExchange,  // several ranks: the kernel on each by itself, rows through host-launched NCCL
 };
 
 struct MemoryQuestion {
@@ -22,6 +24,7 @@ struct MemoryQuestion {
   int32_t max_tokens_per_rank = 0;  // T
   KernelPath path = KernelPath::kFused;
   int32_t num_ranks = 1;
+  bool partials_bf16 = false;
 };
 
 // Device bytes.
@@ -43,6 +46,9 @@ int32_t PartTokens(const MemoryQuestion& question, int32_t top_k);
 
 // The fused kernel's workspace for one layer of the question, the same on every rank.
 layout::WorkspaceShape ShapeOfWorkspace(const LayerSpec& spec, const MemoryQuestion& question);
+
+// The host-launched exchange, the same on every rank.
+ExchangeShape ShapeOfExchange(const MemoryQuestion& question);
 
 MemoryPlan PlanMemory(const MemoryQuestion& question);
 

@@ -13,6 +13,7 @@ RankDevice::RankDevice(const CudaBackendOptions* options, int32_t rank, DeviceIn
     : options_(options),
       rank_(rank),
       device_(std::move(device)),
+      path_(options->path),
       memory_(std::make_unique<OnDevice>()) {}
 
 absl::StatusOr<std::unique_ptr<RankDevice>> RankDevice::Start(const CudaBackendOptions* options,
@@ -43,23 +44,31 @@ StepRunner::Options RankDevice::RunnerOptions() const {
   options.placement = common.placement;
   options.rank = rank_;
   options.max_tokens = common.max_tokens_per_rank;
-  options.path = options_->path;
+  options.path = path_;
   options.num_sms = device_.num_sms;
   options.step_timeout = common.step_timeout;
   options.partials_bf16 = common.partials == DType::kBf16;
   options.stall = options_->stall;
-  if (memory_->communicator != nullptr) options.peers = memory_->communicator->peers();
+  if (path_ == KernelPath::kHostExchange) {
+    options.communicator = memory_->communicator.get();
+  } else if (memory_->communicator != nullptr) {
+    options.peers = memory_->communicator->peers();
+  }
   return options;
+}
+
+// Before anything is allocated, and again when the weights are and what remains is another plan.
+absl::Status RankDevice::CheckFits() const {
+  size_t free_bytes = 0;
+  size_t total_bytes = 0;
+  EXPERTD_CUDA_RETURN_IF_ERROR(cudaMemGetInfo(&free_bytes, &total_bytes));
+  return CheckMemory(StepRunner::QuestionOf(RunnerOptions()),
+                     static_cast<int64_t>(free_bytes) + weight_bytes());
 }
 
 absl::Status RankDevice::AllocateWeights() {
   const BackendOptions& common = options_->common;
-  size_t free_bytes = 0;
-  size_t total_bytes = 0;
-  EXPERTD_CUDA_RETURN_IF_ERROR(cudaMemGetInfo(&free_bytes, &total_bytes));
-  const absl::Status fits =
-      CheckMemory(StepRunner::QuestionOf(RunnerOptions()), static_cast<int64_t>(free_bytes));
-  if (!fits.ok()) return fits;
+  if (absl::Status status = CheckFits(); !status.ok()) return status;
   const int32_t num_slots = common.placement->slots_per_rank();
   for (const LayerSpec& spec : common.layers) {
     auto block = MemoryBlock::Allocate(MemoryKind::kDevice, PackedLayerBytes(spec, num_slots));
@@ -87,6 +96,11 @@ absl::Status RankDevice::OpenWindow(cudaStream_t stream) {
   const absl::Status opened = memory_->communicator->OpenWindow(bytes);
   if (!opened.ok()) return opened;
   return memory_->communicator->SelfTest(stream);
+}
+
+absl::Status RankDevice::UseHostExchange() {
+  path_ = KernelPath::kHostExchange;
+  return CheckFits();
 }
 
 absl::Status RankDevice::AllocateSteps() {

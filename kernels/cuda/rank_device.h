@@ -32,11 +32,13 @@ class RankDevice {
   RankDevice(const RankDevice&) = delete;
   RankDevice& operator=(const RankDevice&) = delete;
 
-  // Set-up, in this order, on the device thread. Connect and OpenWindow are for several ranks and
-  // collective: all ranks at the same time.
+  // Set-up, in this order, on the device thread. Connect, then either OpenWindow or
+  // UseHostExchange, are for several ranks; Connect, OpenWindow and AllocateSteps are collective:
+  // all ranks at the same time.
   absl::Status AllocateWeights();
   absl::Status Connect(const ncclUniqueId& id);
   absl::Status OpenWindow(cudaStream_t stream);
+  absl::Status UseHostExchange();
   absl::Status AllocateSteps();
 
   int32_t rank() const { return rank_; }
@@ -62,10 +64,12 @@ class RankDevice {
 
   RankDevice(const CudaBackendOptions* options, int32_t rank, DeviceInfo device);
   StepRunner::Options RunnerOptions() const;
+  absl::Status CheckFits() const;
 
   const CudaBackendOptions* const options_;
   const int32_t rank_;
   const DeviceInfo device_;
+  KernelPath path_;
   std::vector<DeviceLayer> layers_;
   std::unique_ptr<OnDevice> memory_;
   std::unique_ptr<DeviceThread> thread_;

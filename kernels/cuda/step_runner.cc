@@ -27,7 +27,8 @@ MemoryQuestion StepRunner::QuestionOf(const Options& options) {
           .num_slots = options.placement->slots_per_rank(),
           .max_tokens_per_rank = options.max_tokens,
           .path = options.path,
-          .num_ranks = options.placement->num_ranks()};
+          .num_ranks = options.placement->num_ranks(),
+          .partials_bf16 = options.partials_bf16};
 }
 
 int32_t StepRunner::NumParts(int32_t max_tokens, int32_t top_k) const {
@@ -52,8 +53,11 @@ absl::StatusOr<std::unique_ptr<StepRunner>> StepRunner::Create(const Options& op
     }
   }
   if (absl::Status status = PrepareStepKernels(); !status.ok()) return status;
-  if (options.path == KernelPath::kFused) {
+  if (options.path != KernelPath::kUnfused) {
     EXPERTD_CUDA_RETURN_IF_ERROR(moe_layer::PrepareDevice());
+  }
+  if (options.path == KernelPath::kHostExchange) {
+    if (absl::Status status = runner->MakeExchange(); !status.ok()) return status;
   }
   return runner;
 }
@@ -107,6 +111,24 @@ absl::Status StepRunner::UploadPlacement() {
   return absl::OkStatus();
 }
 
+absl::Status StepRunner::MakeExchange() {
+  {
+    std::lock_guard lock(exchange_mutex_);
+    exchange_.reset();
+  }
+  HostExchangeOptions exchange;
+  exchange.shape = ShapeOfExchange(question_);
+  exchange.placement = placement_;
+  exchange.num_sms = options_.num_sms;
+  exchange.limit = options_.step_timeout;
+  exchange.group = options_.communicator;
+  absl::StatusOr<std::unique_ptr<HostExchange>> made = HostExchange::Create(exchange);
+  if (!made.ok()) return made.status();
+  std::lock_guard lock(exchange_mutex_);
+  exchange_ = *std::move(made);
+  return absl::OkStatus();
+}
+
 absl::Status StepRunner::Enqueue(const StepOrder& order, const DeviceLayer& layer,
                                  cudaStream_t stream) {
   InFlight& slot = in_flight_[order.index];
@@ -127,7 +149,7 @@ absl::Status StepRunner::Enqueue(const StepOrder& order, const DeviceLayer& laye
         rows * hidden_size * DTypeBytes(step.output_dtype), cudaMemcpyDeviceToHost, stream));
   }
   EXPERTD_CUDA_RETURN_IF_ERROR(cudaEventRecord(slot.marks[3].get(), stream));
-  return absl::OkStatus();
+  return exchange_ == nullptr ? absl::OkStatus() : exchange_->Finish();
 }
 
 absl::Status StepRunner::CopyIn(const MoeStep& step, int64_t hidden_size, cudaStream_t stream) {
@@ -165,10 +187,15 @@ absl::Status StepRunner::Compute(const StepOrder& order, const DeviceLayer& laye
     absl::Status status;
     if (options_.path == KernelPath::kFused) {
       status = LaunchFused(order, part, layer, stream);
-    } else {
+    } else if (options_.path == KernelPath::kUnfused) {
       status =
           LaunchUnfusedMoe(layer.spec, question_.num_slots, layer.packed, placement_,
                            ViewOf(step, part, layer.spec.hidden_size), workspace_.data(), stream);
+    } else {
+      if (options_.stall) exchange_->SetStall(options_.stall(options_.rank));
+      status =
+          exchange_->Enqueue(layer.spec, layer.packed, ViewOf(step, part, layer.spec.hidden_size),
+                             part.kernel_step, stream);
     }
     if (!status.ok()) return status;
   }
@@ -254,9 +281,12 @@ RankResult StepRunner::Collect(const StepOrder& order, StepTiming* timing) {
 void StepRunner::Stop(bool for_good) {
   if (for_good) std::atomic_ref(control()->stop_for_good).store(1);
   std::atomic_ref(control()->stop).store(1);
+  std::lock_guard lock(exchange_mutex_);
+  if (exchange_ != nullptr) exchange_->Stop();
 }
 
 absl::Status StepRunner::Reset(cudaStream_t stream) {
+  if (options_.path == KernelPath::kHostExchange) return MakeExchange();
   EXPERTD_CUDA_RETURN_IF_ERROR(
       cudaMemsetAsync(peers_.at<char>(peers_.rank, 0), 0, workspace_bytes_, stream));
   if (std::atomic_ref(control()->stop_for_good).load() == 0) {

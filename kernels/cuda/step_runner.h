@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -16,10 +17,10 @@
 #include "kernels/cuda/comm/peer.h"
 #include "kernels/cuda/device_memory.h"
 #include "kernels/cuda/fault_report.h"
+#include "kernels/cuda/host_exchange.h"
 #include "kernels/cuda/kernel_config.h"
 #include "kernels/cuda/memory_plan.h"
 #include "kernels/cuda/moe_layer/params.h"
-#include "kernels/cuda/unfused_moe.h"
 #include "kernels/cuda/weight_sink.h"
 #include "kernels/step.h"
 
@@ -50,8 +51,9 @@ class StepRunner {
     absl::Duration step_timeout;
     bool partials_bf16 = false;
     // Several ranks: where the ranks' windows are mapped, each zero and of the plan's workspace.
-    // One rank allocates its own.
+    // One rank allocates its own. With kHostExchange there are none.
     PeerMap peers;
+    Communicator* communicator = nullptr;  // kHostExchange
     // Tests only: what this rank leaves out in its next launch.
     std::function<moe_layer::StallPoint(int32_t rank)> stall;
   };
@@ -59,7 +61,7 @@ class StepRunner {
   // What the memory of steps is planned for.
   static MemoryQuestion QuestionOf(const Options& options);
 
-  // Allocates all memory of steps.
+  // Allocates all memory of steps. With kHostExchange collective, as Reset.
   static absl::StatusOr<std::unique_ptr<StepRunner>> Create(const Options& options);
 
   // Launches of a step: more than one if its K is larger than the workspace is planned for.
@@ -104,6 +106,7 @@ class StepRunner {
   explicit StepRunner(const Options& options);
   absl::Status Allocate();
   absl::Status UploadPlacement();
+  absl::Status MakeExchange();
   absl::Status CopyIn(const MoeStep& step, int64_t hidden_size, cudaStream_t stream);
   absl::Status Compute(const StepOrder& order, const DeviceLayer& layer, cudaStream_t stream);
   absl::Status LaunchFused(const StepOrder& order, const Part& part, const DeviceLayer& layer,
@@ -129,6 +132,8 @@ class StepRunner {
   PeerMap peers_;
   int64_t workspace_bytes_ = 0;
   int64_t device_bytes_ = 0;
+  std::mutex exchange_mutex_;  // Reset replaces what Stop stops
+  std::unique_ptr<HostExchange> exchange_;
   std::array<InFlight, limits::kStepsInFlight> in_flight_;
 };
 
