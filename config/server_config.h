@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "config/dtype.h"
 #include "config/limits.h"
 
 namespace expertd {
@@ -35,7 +36,8 @@ struct ServerConfig {
   // on what
   BackendKind backend = BackendKind::kAuto;
   int32_t ranks = 0;             // 0 = CPU: 1, CUDA: one a visible GPU
-  std::vector<int32_t> devices;  // CUDA: one rank a device; empty = all visible
+  std::vector<int32_t> devices;  // CUDA: one rank a device; empty = the first `ranks` visible ones
+  DType partials = DType::kF32;  // CUDA, several ranks: partial rows on their way home
   int32_t redundant_slots = 0;   // per rank, beyond ceil(E / R)
   int32_t threads = 0;           // CPU backend, all ranks together; 0 = one a core
   int32_t load_threads = 0;      // readers; 0 = one a core, at most 16

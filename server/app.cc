@@ -151,6 +151,9 @@ absl::Status App::Load() {
   options.max_tokens_per_rank = config_.max_tokens_per_rank;
   options.num_threads = config_.threads;
   options.devices = config_.devices;
+  options.partials = config_.partials;
+  // Less than the engine's: a step that the backend gives up leaves the process usable.
+  options.step_timeout = absl::Milliseconds(config_.step_timeout_ms) * 3 / 4;
   absl::StatusOr<std::unique_ptr<Backend>> backend = make_backend_(options);
   if (!backend.ok()) return backend.status();
 

@@ -1,6 +1,8 @@
 #include "server/backend_choice.h"
 
+#include <algorithm>
 #include <string>
+#include <utility>
 
 #include "spdlog/spdlog.h"
 #ifdef EXPERTD_HAVE_CUDA
@@ -13,7 +15,9 @@ namespace {
 #ifndef EXPERTD_HAVE_CUDA
 constexpr char kNoCuda[] = "this build has no CUDA backend";
 
-absl::Status CheckCudaDevice(const std::vector<int32_t>&) { return absl::NotFoundError(kNoCuda); }
+absl::StatusOr<std::vector<int32_t>> FindCudaDevices(const std::vector<int32_t>&, int32_t) {
+  return absl::FailedPreconditionError(kNoCuda);
+}
 
 absl::StatusOr<std::unique_ptr<Backend>> MakeCudaBackend(const BackendOptions&) {
   return absl::FailedPreconditionError(std::string("backend: ") + kNoCuda);
@@ -22,12 +26,27 @@ absl::StatusOr<std::unique_ptr<Backend>> MakeCudaBackend(const BackendOptions&) 
 
 }  // namespace
 
-BackendKind ResolveBackend(const ServerConfig& config) {
-  if (config.backend != BackendKind::kAuto) return config.backend;
-  const absl::Status found = CheckCudaDevice(config.devices);
-  if (found.ok()) return BackendKind::kCuda;
-  spdlog::info("backend: cpu ({})", std::string(found.message()));
-  return BackendKind::kCpu;
+absl::StatusOr<ServerConfig> ResolveBackend(const ServerConfig& config) {
+  ServerConfig resolved = config;
+  if (config.backend != BackendKind::kCpu) {
+    absl::StatusOr<std::vector<int32_t>> devices = FindCudaDevices(config.devices, config.ranks);
+    if (devices.ok()) {
+      resolved.backend = BackendKind::kCuda;
+      resolved.ranks = static_cast<int32_t>(devices->size());
+      resolved.devices = *std::move(devices);
+      return resolved;
+    }
+    // Without a usable GPU the CPU serves; a GPU that was asked for wrongly is not replaced.
+    if (config.backend == BackendKind::kCuda || !absl::IsFailedPrecondition(devices.status())) {
+      return absl::Status(devices.status().code(),
+                          "backend: " + std::string(devices.status().message()));
+    }
+    spdlog::info("backend: cpu ({})", std::string(devices.status().message()));
+  }
+  resolved.backend = BackendKind::kCpu;
+  resolved.ranks = std::max(1, config.ranks);
+  resolved.devices.clear();
+  return resolved;
 }
 
 BackendFactory BackendFor(BackendKind kind) {

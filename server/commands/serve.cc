@@ -49,8 +49,9 @@ int Serve(const ServerConfig& given) {
   KeepMessageMemory();
   std::unique_ptr<App> app;  // outlives the watcher, which calls it
   SignalWatcher signals;     // first: reading headers from a slow disk takes a while
-  ServerConfig config = given;
-  config.backend = ResolveBackend(given);
+  const absl::StatusOr<ServerConfig> resolved = ResolveBackend(given);
+  if (!resolved.ok()) return Complain(resolved.status(), exit_codes::kUsage);
+  const ServerConfig& config = *resolved;
   absl::StatusOr<std::unique_ptr<App>> opened = App::Open(config, BackendFor(config.backend));
   if (!opened.ok()) return Complain(opened.status(), App::ExitCode(opened.status()));
   app = *std::move(opened);

@@ -82,29 +82,19 @@ TEST(ServerConfigTest, AValueThatIsOverriddenIsNotChecked) {
 }
 
 TEST(ServerConfigTest, EveryFieldIsReadFromEverySource) {
-  const std::map<std::string, std::string> values = {{"checkpoint", "/m"},
-                                                     {"model-name", "m"},
-                                                     {"layers", "3-10"},
-                                                     {"allow-symlinks", "true"},
-                                                     {"listen", "0.0.0.0:0"},
-                                                     {"address-file", "/a"},
-                                                     {"backend", "cuda"},
-                                                     {"ranks", "2"},
-                                                     {"devices", "0,1"},
-                                                     {"redundant-slots", "1"},
-                                                     {"threads", "5"},
-                                                     {"load-threads", "6"},
-                                                     {"max-tokens-per-rank", "7"},
-                                                     {"batch-wait-us", "8"},
-                                                     {"max-queued-requests", "9"},
-                                                     {"max-inflight-bytes", "10"},
-                                                     {"max-stream-inflight", "11"},
-                                                     {"load-timeout-s", "12"},
-                                                     {"step-timeout-ms", "13"},
-                                                     {"drain-grace-ms", "14"},
-                                                     {"drain-deadline-ms", "15"},
-                                                     {"log-level", "warn"},
-                                                     {"log-format", "json"}};
+  const std::map<std::string, std::string> values = {
+      {"checkpoint", "/m"},         {"model-name", "m"},
+      {"layers", "3-10"},           {"allow-symlinks", "true"},
+      {"listen", "0.0.0.0:0"},      {"address-file", "/a"},
+      {"backend", "cuda"},          {"ranks", "2"},
+      {"devices", "0,1"},           {"partials", "bf16"},
+      {"redundant-slots", "1"},     {"threads", "5"},
+      {"load-threads", "6"},        {"max-tokens-per-rank", "7"},
+      {"batch-wait-us", "8"},       {"max-queued-requests", "9"},
+      {"max-inflight-bytes", "10"}, {"max-stream-inflight", "11"},
+      {"load-timeout-s", "12"},     {"step-timeout-ms", "13"},
+      {"drain-grace-ms", "14"},     {"drain-deadline-ms", "15"},
+      {"log-level", "warn"},        {"log-format", "json"}};
   std::map<std::string, std::string> environment;
   for (const ServerConfigField& field : ServerConfigFields()) {
     ASSERT_EQ(values.count(std::string(field.name)), 1u) << field.name;
@@ -123,6 +113,7 @@ TEST(ServerConfigTest, EveryFieldIsReadFromEverySource) {
   expected.backend = BackendKind::kCuda;
   expected.ranks = 2;
   expected.devices = {0, 1};
+  expected.partials = DType::kBf16;
   expected.redundant_slots = 1;
   expected.threads = 5;
   expected.load_threads = 6;

@@ -22,9 +22,9 @@ SKIPPED = 77
 START_SECONDS = 60  # sanitizer builds on a busy machine
 RUN_SECONDS = 60
 
-# EXPERTD_TEST_BACKEND=cuda runs the same tests on a GPU, with one rank.
+# EXPERTD_TEST_BACKEND=cuda runs the same tests on EXPERTD_TEST_RANKS GPUs, by default one.
 BACKEND = os.environ.get("EXPERTD_TEST_BACKEND", "cpu")
-RANKS = 2 if BACKEND == "cpu" else 1
+RANKS = int(os.environ.get("EXPERTD_TEST_RANKS", "2" if BACKEND == "cpu" else "1"))
 
 expertd = ""
 source = ""
@@ -254,16 +254,20 @@ def skip_script(reason):
     sys.exit(SKIPPED)
 
 
-def skip_without_gpu():
-    """Ends the script as skipped where the CUDA backend finds no device: never a missing tool."""
-    daemon = Daemon(backend="cuda", ready=False)
+def skip_without_gpu(ranks=1):
+    """Ends the script as skipped where the CUDA backend finds too few GPUs: never a missing tool."""
+    try:
+        daemon = Daemon("--ranks", ranks, backend="cuda", ready=False)
+    except AssertionError as error:
+        print(f"SKIPPED: needs {ranks} GPUs: {str(error).strip()}")
+        sys.exit(SKIPPED)
     healthy = False
     while daemon.popen.poll() is None and not healthy:
         healthy = run("call", daemon.address, "--health", "--wait", "1s")[0] == 0
     error = daemon.output()[1]
     daemon.stop()
     if not healthy:
-        print(f"SKIPPED: no GPU: {error.strip()}")
+        print(f"SKIPPED: needs {ranks} GPUs: {error.strip()}")
         sys.exit(SKIPPED)
 
 
@@ -277,6 +281,6 @@ def main(needs_grpcurl=False):
     if needs_grpcurl and find_grpcurl() is None:
         skip_script("grpcurl is neither in PATH nor in build/tools/bin; scripts/setup all makes it")
     if BACKEND == "cuda":
-        skip_without_gpu()
+        skip_without_gpu(RANKS)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ctest's timeout: atexit still runs
     unittest.main(argv=[sys.argv[0], *rest], verbosity=2)
