@@ -97,6 +97,22 @@ TEST_P(CudaBackendTest, AnswersAgreeWithTheReferenceForEveryDtypeAndRouting) {
   }
 }
 
+// The workspace is for the layers' own K: a larger one takes several launches.
+TEST_P(CudaBackendTest, AnyKIsAnsweredAndManyRowsOfALargeOneRunInParts) {
+  const std::unique_ptr<Backend> backend = MakeLoaded();
+  ASSERT_NE(backend, nullptr);
+  const LayerSpec& spec = layers_[0].spec;
+  for (const auto& [tokens, top_k] : {std::pair(1, 32), {12, 32}, {13, 32}, {100, 32}, {100, 7}}) {
+    const HostBatch batch =
+        testing::MakeRandomBatch(spec, tokens, top_k, Routing::kMasked, 11 + top_k);
+    const auto answer = testing::RunStep(*backend, spec, batch, DType::kBf16, DType::kF32);
+    ASSERT_TRUE(answer.ok()) << answer.status();
+    EXPECT_LT(reference::RelL2(answer->values, testing::ReferenceRows(layers_[0], batch)),
+              kBf16Bound)
+        << tokens << " tokens, K " << top_k;
+  }
+}
+
 TEST_P(CudaBackendTest, AStepWithoutRowsIsANormalStep) {
   const std::unique_ptr<Backend> backend = MakeLoaded();
   ASSERT_NE(backend, nullptr);

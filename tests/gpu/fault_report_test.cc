@@ -131,7 +131,7 @@ TEST(DeviceChoiceTest, OneRankADeviceOfThoseThatAreVisible) {
 
 TEST(DeviceChoiceTest, WhatDoesNotFitIsNamed) {
   const absl::Status too_many = ChooseDevices({}, 4, 3).status();
-  EXPECT_TRUE(absl::IsFailedPrecondition(too_many));
+  EXPECT_TRUE(absl::IsInvalidArgument(too_many));
   EXPECT_EQ(too_many.message(), "ranks: found 4, expected at most one a visible GPU (3)");
   const absl::Status absent = ChooseDevices({0, 63}, 0, 3).status();
   EXPECT_TRUE(absl::IsInvalidArgument(absent));

@@ -29,11 +29,13 @@ absl::Status LoadMatrix(const HostLayer& layer, int32_t expert, const MatrixId& 
 absl::Status LoadLayers(absl::Span<const HostLayer> layers, const Placement& placement,
                         WeightSink& sink) {
   for (const HostLayer& layer : layers) {
-    for (int32_t slot = 0; slot < placement.slots_per_rank(); ++slot) {
-      const int32_t expert = placement.ExpertAt(0, slot);
+    for (int32_t at = 0; at < placement.num_ranks() * placement.slots_per_rank(); ++at) {
+      const int32_t rank = at / placement.slots_per_rank();
+      const int32_t slot = at % placement.slots_per_rank();
+      const int32_t expert = placement.ExpertAt(rank, slot);
       if (expert < 0) continue;
       for (int m = 0; m < kNumMatrices; ++m) {
-        const MatrixId id = {0, layer.spec.layer, slot, static_cast<Matrix>(m)};
+        const MatrixId id = {rank, layer.spec.layer, slot, static_cast<Matrix>(m)};
         if (absl::Status status = LoadMatrix(layer, expert, id, sink); !status.ok()) return status;
       }
     }
@@ -42,33 +44,54 @@ absl::Status LoadLayers(absl::Span<const HostLayer> layers, const Placement& pla
 }
 
 MoeStep FillStep(const StepMemory& memory, const LayerSpec& spec, const HostBatch& batch,
-                 DType input, DType output) {
+                 DType input, DType output, const Spread& spread) {
   MoeStep step;
   step.layer = spec.layer;
   step.top_k = batch.top_k;
   step.input_dtype = input;
   step.output_dtype = output;
   step.ranks = memory.ranks;
-  RankBatch& rank = step.ranks[0];
-  rank.num_tokens = batch.num_tokens;
-  if (input == DType::kBf16) {
-    std::copy(batch.hidden.begin(), batch.hidden.end(), static_cast<uint16_t*>(rank.hidden));
-  } else {
-    std::transform(batch.hidden.begin(), batch.hidden.end(), static_cast<float*>(rank.hidden),
-                   Bf16ToFloat);
+  const auto ranks = static_cast<int32_t>(step.ranks.size());
+  int64_t first = 0;
+  for (int32_t r = 0; r < ranks; ++r) {
+    RankBatch& rank = step.ranks[r];
+    rank.num_tokens = spread.empty() ? (batch.num_tokens + ranks - 1 - r) / ranks
+                                     : spread[static_cast<size_t>(r)];
+    const int64_t count = rank.num_tokens;
+    const auto copy = [&](const auto& from, int64_t width, auto* to) {
+      std::copy_n(from.begin() + first * width, count * width, to);
+    };
+    if (input == DType::kBf16) {
+      copy(batch.hidden, spec.hidden_size, static_cast<uint16_t*>(rank.hidden));
+    } else {
+      const auto begin = batch.hidden.begin() + first * spec.hidden_size;
+      std::transform(begin, begin + count * spec.hidden_size, static_cast<float*>(rank.hidden),
+                     Bf16ToFloat);
+    }
+    copy(batch.ids, batch.top_k, rank.ids);
+    copy(batch.weights, batch.top_k, rank.weights);
+    copy(batch.row_in_request, 1, rank.row_in_request);
+    std::memset(rank.output, 0xff, count * spec.hidden_size * DTypeBytes(output));
+    first += count;
   }
-  std::copy(batch.ids.begin(), batch.ids.end(), rank.ids);
-  std::copy(batch.weights.begin(), batch.weights.end(), rank.weights);
-  std::copy(batch.row_in_request.begin(), batch.row_in_request.end(), rank.row_in_request);
-  std::memset(rank.output, 0xff, batch.num_tokens * spec.hidden_size * DTypeBytes(output));
   return step;
 }
 
+std::vector<uint8_t> OutputBytes(const MoeStep& step, int64_t hidden_size) {
+  std::vector<uint8_t> bytes;
+  for (const RankBatch& rank : step.ranks) {
+    const auto* begin = static_cast<const uint8_t*>(rank.output);
+    bytes.insert(bytes.end(), begin,
+                 begin + rank.num_tokens * hidden_size * DTypeBytes(step.output_dtype));
+  }
+  return bytes;
+}
+
 absl::StatusOr<StepOutput> RunStep(Backend& backend, const LayerSpec& spec, const HostBatch& batch,
-                                   DType input, DType output) {
+                                   DType input, DType output, const Spread& spread) {
   absl::StatusOr<StepMemory*> memory = backend.AcquireStep(absl::Now() + kPatience);
   if (!memory.ok()) return memory.status();
-  const MoeStep step = FillStep(**memory, spec, batch, input, output);
+  const MoeStep step = FillStep(**memory, spec, batch, input, output, spread);
   std::promise<StepResult> promise;
   absl::Status status =
       backend.Submit(step, [&](StepResult result) { promise.set_value(std::move(result)); });
@@ -79,14 +102,13 @@ absl::StatusOr<StepOutput> RunStep(Backend& backend, const LayerSpec& spec, cons
     answer.timing = result.timing;
   }
   if (status.ok()) {
-    const size_t elements = batch.num_tokens * spec.hidden_size;
-    const auto* bytes = static_cast<const uint8_t*>(step.ranks[0].output);
-    answer.bytes.assign(bytes, bytes + elements * DTypeBytes(output));
-    answer.values.resize(elements);
-    for (size_t i = 0; i < elements; ++i) {
-      answer.values[i] = output == DType::kF32
-                             ? static_cast<const float*>(step.ranks[0].output)[i]
-                             : Bf16ToFloat(static_cast<const uint16_t*>(step.ranks[0].output)[i]);
+    answer.bytes = OutputBytes(step, spec.hidden_size);
+    answer.values.resize(answer.bytes.size() / DTypeBytes(output));
+    for (size_t i = 0; i < answer.values.size(); ++i) {
+      answer.values[i] =
+          output == DType::kF32
+              ? reinterpret_cast<const float*>(answer.bytes.data())[i]
+              : Bf16ToFloat(reinterpret_cast<const uint16_t*>(answer.bytes.data())[i]);
     }
   }
   backend.ReleaseStep(*memory);

@@ -10,9 +10,13 @@
 
 namespace expertd::testing {
 
-// Feeds the layers to the backend's sink, slot by slot as the placement says, and finishes it.
+// Feeds the layers to the backend's sink, rank by rank and slot by slot as the placement says, and
+// finishes it.
 absl::Status LoadLayers(absl::Span<const HostLayer> layers, const Placement& placement,
                         WeightSink& sink);
+
+// Rows of the batch that each rank gets, in order; empty: spread evenly.
+using Spread = std::vector<int32_t>;
 
 // A batch as a step of its own, on the backend's memory. Outputs are poisoned first.
 struct StepOutput {
@@ -21,10 +25,14 @@ struct StepOutput {
   StepTiming timing;
 };
 absl::StatusOr<StepOutput> RunStep(Backend& backend, const LayerSpec& spec, const HostBatch& batch,
-                                   DType input = DType::kBf16, DType output = DType::kBf16);
+                                   DType input = DType::kBf16, DType output = DType::kBf16,
+                                   const Spread& spread = {});
 
 // Fills a step from the batch; `memory` is the backend's.
 MoeStep FillStep(const StepMemory& memory, const LayerSpec& spec, const HostBatch& batch,
-                 DType input, DType output);
+                 DType input, DType output, const Spread& spread = {});
+
+// The step's output rows in the batch's order.
+std::vector<uint8_t> OutputBytes(const MoeStep& step, int64_t hidden_size);
 
 }  // namespace expertd::testing
