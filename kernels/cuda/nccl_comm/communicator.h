@@ -75,7 +75,8 @@ class Communicator {
   // window zero, on all ranks before any of them returns. Waits for `stream`.
   absl::Status SelfTest(cudaStream_t stream);
 
-  // For host-launched collectives; null for one rank. Non-blocking: after every call (or
+  // For host-launched collectives of a few bytes, and to split communicators off that move more:
+  // this one has a single channel. Null for one rank. Non-blocking: after every call (or
   // ncclGroupEnd) wait with AwaitNccl (nccl_status.h) before anything else uses the communicator or
   // the stream.
   ncclComm_t nccl() const;

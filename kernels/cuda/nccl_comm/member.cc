@@ -15,6 +15,7 @@
 namespace expertd::cuda {
 namespace {
 
+constexpr int kGatherChannels = 1;  // for records of a few hundred bytes
 constexpr int64_t kFlagsAlignment = 256;
 constexpr int64_t kMappingGranularity = 2 << 20;  // of device memory that peers map
 
@@ -75,6 +76,7 @@ absl::Status Member::Init(absl::Time deadline) {
   step_->Set("init");
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;  // so that a peer that does not come leaves this rank free to give up
+  config.maxCTAs = kGatherChannels;
   const ncclResult_t called = ncclCommInitRankConfig(&comm_, num_ranks_, id_, rank_, &config);
   if (comm_ == nullptr) return NcclStatus(called, "ncclCommInitRankConfig");
   if (absl::Status s = AwaitNccl(comm_, called, deadline, "ncclCommInitRankConfig"); !s.ok()) {
