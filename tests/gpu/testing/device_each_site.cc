@@ -110,6 +110,8 @@ class DeviceEachSite : public RankSite {
     });
   }
 
+  cuda::Communicator* communicator(int rank) override { return communicators_[rank].get(); }
+
  private:
   absl::Status SetUpRank(int rank, const ncclUniqueId& id) {
     EXPERTD_CUDA_RETURN_IF_ERROR(cudaSetDevice(rank));

@@ -12,6 +12,10 @@
 #include "absl/status/statusor.h"
 #include "kernels/cuda/comm/peer.h"
 
+namespace expertd::cuda {
+class Communicator;
+}
+
 namespace expertd::testing {
 
 enum class RankMode {
@@ -49,6 +53,9 @@ class RankSite {
 
   // Waits until every stream has passed what was enqueued; the kernels' own limits bound it.
   absl::Status Synchronise();
+
+  // The rank's membership of the group, null with kSameDevice.
+  virtual cuda::Communicator* communicator(int /*rank*/) { return nullptr; }
 
   int num_ranks() const { return num_ranks_; }
   int64_t workspace_bytes() const { return workspace_bytes_; }
