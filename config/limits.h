@@ -45,6 +45,10 @@ inline constexpr int32_t kSelfTestMaxTokens = 8;             // computed in doub
 inline constexpr int32_t kCpuRoundRoutes =
     8192;  // routes of all ranks that the CPU backend holds at a time
 
+inline constexpr int32_t kMaxCopyHelpers = 7;  // eight threads move what a PCIe link takes
+inline constexpr int64_t kParallelCopyBytes = 512 << 10;  // below: over before a helper is awake
+inline constexpr int64_t kCopyPieceBytes = 256 << 10;     // of one helper at a time
+
 // --- process
 inline constexpr int32_t kMaxThreads = 1024;               // more than any host has cores
 inline constexpr int32_t kMaxServerConfigBytes = 1 << 20;  // a file of a few dozen lines

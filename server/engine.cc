@@ -193,7 +193,7 @@ void Engine::Launch(const internal::v1::Step& announced) {
   launched.memory = *memory;
   launched.calls = batcher_.Take(key, int64_t{info.num_ranks} * info.max_tokens_per_rank);
   const absl::Time staged_at = absl::Now();
-  launched.filled = FillStep(key, launched.calls, **memory, info.max_tokens_per_rank);
+  launched.filled = FillStep(key, launched.calls, **memory, info.max_tokens_per_rank, copies_);
   launched.filled.step.generation = announced.generation();
   launched.filled.step.step = announced.step();
   launched.fill_us = absl::ToInt64Microseconds(absl::Now() - staged_at);
@@ -223,6 +223,9 @@ void Engine::Complete(const StepResult& result) {
   oldest_since_ = absl::Now();
   if (result.status.ok()) {
     metrics_->StepDone(launched.filled.rows);
+    spdlog::debug("{}: {} rows; us: fill {}, copy in {}, kernel {}, copy out {}",
+                  StepName(launched.step), launched.filled.rows, launched.fill_us,
+                  result.timing.copy_in_us, result.timing.kernel_us, result.timing.copy_out_us);
     AnswerCalls(launched, result.timing);
     internal::v1::Done done;
     done.set_generation(launched.step.generation());
@@ -239,7 +242,7 @@ void Engine::AnswerCalls(const Launched& launched, const StepTiming& timing) {
   const absl::Time now = absl::Now();
   const int64_t in_step_us =
       launched.fill_us + timing.copy_in_us + timing.kernel_us + timing.copy_out_us;
-  for (size_t i = 0; i < launched.calls.size(); ++i) {
+  const auto answer_call = [&](int64_t i) {
     const RequestView& view = launched.calls[i]->view;
     const int64_t row_bytes = view.hidden_size * DTypeBytes(step.output_dtype);
     Answer answer;
@@ -256,7 +259,13 @@ void Engine::AnswerCalls(const Launched& launched, const StepTiming& timing) {
     answer.timing.step = step.step;
     answer.timing.step_tokens = static_cast<int32_t>(launched.filled.rows);
     launched.calls[i]->Finish(answer);
+  };
+  // An answer is encoded, and so copied, where it is given.
+  int64_t bytes = 0;
+  for (const auto& call : launched.calls) {
+    bytes += call->view.num_tokens * call->view.hidden_size * DTypeBytes(step.output_dtype);
   }
+  copies_.Run(static_cast<int64_t>(launched.calls.size()), bytes, answer_call);
 }
 
 void Engine::AnswerExpired(absl::Time now) {

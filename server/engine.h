@@ -14,6 +14,7 @@
 #include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "server/batcher.h"
+#include "server/copy_pool.h"
 #include "server/metrics.h"
 #include "server/rank_group.h"
 #include "server/step_filler.h"
@@ -101,6 +102,7 @@ class Engine {
   std::atomic<int32_t> open_streams_{0};
 
   // The engine's thread only.
+  CopyPool copies_{CopyPool::DefaultHelpers()};
   std::unique_ptr<Backend> backend_;
   std::unique_ptr<RankGroup> group_;
   std::deque<Launched> launched_;  // in order, at most limits::kStepsInFlight

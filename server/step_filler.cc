@@ -3,9 +3,17 @@
 #include <algorithm>
 
 #include "config/check.h"
+#include "config/limits.h"
 
 namespace expertd {
 namespace {
+
+// Rows of one call that one thread moves.
+struct Piece {
+  const RequestView* view = nullptr;
+  int64_t first = 0;  // row of the request
+  Placed to;
+};
 
 void CopyRows(const RequestView& view, int64_t first, const Placed& placed, int32_t step_top_k,
               const RankBatch& rank) {
@@ -22,7 +30,7 @@ void CopyRows(const RequestView& view, int64_t first, const Placed& placed, int3
 }  // namespace
 
 FilledStep FillStep(const BatchKey& key, const std::vector<std::shared_ptr<Call>>& calls,
-                    const StepMemory& memory, int32_t max_tokens_per_rank) {
+                    const StepMemory& memory, int32_t max_tokens_per_rank, CopyPool& copies) {
   FilledStep filled;
   MoeStep& step = filled.step;
   step.layer = key.layer;
@@ -41,6 +49,8 @@ FilledStep FillStep(const BatchKey& key, const std::vector<std::shared_ptr<Call>
         static_cast<int32_t>(filled.rows / num_ranks + (r < filled.rows % num_ranks ? 1 : 0));
   }
 
+  std::vector<Piece> pieces;
+  int64_t bytes = 0;
   int32_t rank = 0;
   int64_t used = 0;  // rows of `rank`
   for (const auto& call : calls) {
@@ -54,11 +64,21 @@ FilledStep FillStep(const BatchKey& key, const std::vector<std::shared_ptr<Call>
       const int64_t count =
           std::min<int64_t>(call->view.num_tokens - row, step.ranks[rank].num_tokens - used);
       parts.push_back({rank, used, count});
-      CopyRows(call->view, row, parts.back(), step.top_k, step.ranks[rank]);
+      const int64_t row_bytes = call->view.hidden_size * DTypeBytes(key.input_dtype);
+      const int64_t at_once = std::max<int64_t>(1, limits::kCopyPieceBytes / row_bytes);
+      for (int64_t done = 0; done < count; done += at_once) {
+        pieces.push_back(
+            {&call->view, row + done, {rank, used + done, std::min(at_once, count - done)}});
+      }
+      bytes += count * row_bytes;
       used += count;
       row += count;
     }
   }
+  copies.Run(static_cast<int64_t>(pieces.size()), bytes, [&](int64_t i) {
+    const Piece& piece = pieces[i];
+    CopyRows(*piece.view, piece.first, piece.to, step.top_k, step.ranks[piece.to.rank]);
+  });
   return filled;
 }
 

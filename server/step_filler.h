@@ -6,6 +6,7 @@
 
 #include "kernels/backend.h"
 #include "kernels/step.h"
+#include "server/copy_pool.h"
 #include "server/request.h"
 
 namespace expertd {
@@ -27,8 +28,8 @@ struct FilledStep {
 // Copies the calls' rows into `memory`, spread evenly and in order over its ranks. Which rank a row
 // gets depends on its neighbours and its answer does not: ranks only choose where partial sums are
 // added, and replicas are chosen by the row's index within its own request. The calls share one key
-// and fit into ranks x max_tokens_per_rank rows.
+// and fit into ranks x max_tokens_per_rank rows. `copies` moves the rows.
 FilledStep FillStep(const BatchKey& key, const std::vector<std::shared_ptr<Call>>& calls,
-                    const StepMemory& memory, int32_t max_tokens_per_rank);
+                    const StepMemory& memory, int32_t max_tokens_per_rank, CopyPool& copies);
 
 }  // namespace expertd

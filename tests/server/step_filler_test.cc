@@ -20,7 +20,8 @@ class StepFillerTest : public ::testing::Test {
         memory_(*backend_.AcquireStep(absl::InfiniteFuture())) {}
 
   FilledStep Fill(const std::vector<std::shared_ptr<Call>>& calls) {
-    return FillStep(calls.empty() ? BatchKey{} : calls.front()->view.key, calls, *memory_, kTokens);
+    return FillStep(calls.empty() ? BatchKey{} : calls.front()->view.key, calls, *memory_, kTokens,
+                    copies_);
   }
   std::vector<int32_t> Ids(const FilledStep& filled, int32_t rank) {
     const RankBatch& batch = filled.step.ranks[rank];
@@ -31,6 +32,7 @@ class StepFillerTest : public ::testing::Test {
     return {batch.row_in_request, batch.row_in_request + batch.num_tokens};
   }
 
+  CopyPool copies_{0};
   FakeBackend backend_;
   StepMemory* memory_;
 };
@@ -83,6 +85,41 @@ TEST_F(StepFillerTest, TheLargestBatchFillsEveryRank) {
   TestCall a(NumbersRequest(0, 16, 1)), b(NumbersRequest(0, 8, 1));
   const FilledStep filled = Fill({a.call(), b.call()});
   for (const RankBatch& rank : filled.step.ranks) EXPECT_EQ(rank.num_tokens, kTokens);
+}
+
+// Large enough for helpers and for several pieces of a call.
+TEST_F(StepFillerTest, HelpersMoveTheSameRows) {
+  constexpr int32_t kRows = 512;
+  constexpr int32_t kHidden = 1024;
+  FakeBackend large(std::make_shared<FakeBackendControl>(), 3, kRows, kHidden);
+  StepMemory* memory = *large.AcquireStep(absl::InfiniteFuture());
+  std::vector<float> hidden(kRows * kHidden);
+  for (size_t i = 0; i < hidden.size(); ++i) hidden[i] = static_cast<float>(i);
+  std::vector<int32_t> ids(kRows);
+  for (int32_t i = 0; i < kRows; ++i) ids[i] = i;
+  const std::vector<float> weights(kRows, 1.0f);
+  RequestView view;
+  view.key = {0, DType::kF32, DType::kF32};
+  view.num_tokens = kRows;
+  view.top_k = 1;
+  view.hidden_size = kHidden;
+  view.hidden_values = hidden.data();
+  view.expert_ids = ids.data();
+  view.routing_weights = weights.data();
+  const auto call = std::make_shared<Call>(view, absl::InfiniteFuture(), [](const Answer&) {});
+  CopyPool helpers(3);
+  const FilledStep filled = FillStep(view.key, {call}, *memory, kRows, helpers);
+  int64_t row = 0;
+  for (const RankBatch& rank : filled.step.ranks) {
+    for (int32_t i = 0; i < rank.num_tokens; ++i, ++row) {
+      ASSERT_EQ(rank.ids[i], row);
+      ASSERT_EQ(rank.row_in_request[i], row);
+      const float* values = static_cast<const float*>(rank.hidden) + int64_t{i} * kHidden;
+      ASSERT_EQ(values[0], hidden[row * kHidden]);
+      ASSERT_EQ(values[kHidden - 1], hidden[(row + 1) * kHidden - 1]);
+    }
+  }
+  EXPECT_EQ(row, kRows);
 }
 
 TEST_F(StepFillerTest, NumbersAreRoundedToTheInputDtype) {
