@@ -90,10 +90,12 @@ struct ExchangeShape {
   int64_t intermediate_size = 0;  // I
   bool partials_bf16 = false;     // partial rows are rounded to BF16, a rank's own ones too
 
+  // One rank has the whole row, which is no partial one.
+  bool rounds_partials() const { return partials_bf16 && num_ranks > 1; }
   int64_t group_tokens() const { return int64_t{num_ranks} * max_tokens_per_rank; }
   // Rows that a rank sends: a token goes to a peer once, and to no more than K of them.
   int64_t outgoing_rows() const;
-  int64_t partial_row_bytes() const { return hidden_size * (partials_bf16 ? 2 : 4); }
+  int64_t partial_row_bytes() const { return hidden_size * (rounds_partials() ? 2 : 4); }
 };
 
 // INVALID_ARGUMENT with field, found and expected.

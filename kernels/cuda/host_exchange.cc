@@ -147,7 +147,7 @@ absl::Status HostExchange::Enqueue(const LayerSpec& spec, const PackedLayer& lay
            .num_ranks = options_.shape.num_ranks,
            .slots_per_rank = options_.shape.slots_per_rank,
            .hidden_size = static_cast<int32_t>(options_.shape.hidden_size),
-           .partials_bf16 = options_.shape.partials_bf16,
+           .partials_bf16 = options_.shape.rounds_partials(),
            .step = step_number,
            .layer = spec.layer,
            .own = step,
