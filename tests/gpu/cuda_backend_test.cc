@@ -325,7 +325,10 @@ TEST_P(CudaBackendTest, AWrongDeviceAndTooManyTokensAreRefusedBeforeAnyLaunch) {
   wrong_device.common.devices = {64};
   EXPECT_TRUE(absl::IsInvalidArgument(cuda::MakeCudaBackend(wrong_device).status()));
   cuda::CudaBackendOptions huge = options_;
-  for (LayerSpec& spec : huge.common.layers) spec.hidden_size = spec.intermediate_size = 32768;
+  for (LayerSpec& spec : huge.common.layers) {
+    spec.hidden_size = spec.intermediate_size = 32768;
+    spec.top_k = limits::kMaxTopK;
+  }
   huge.common.max_tokens_per_rank = limits::kMaxTokensPerRank;
   const absl::Status status = cuda::MakeCudaBackend(huge).status();
   EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;

@@ -163,17 +163,18 @@ TEST_P(CudaGroupTest, ReplicasAreChosenByTheRowWithinItsRequest) {
   }
 }
 
-// sum_k |w_k y_k| of every element, by one evaluation a choice.
-std::vector<double> SumOfMagnitudes(const HostLayer& layer, const HostBatch& batch) {
-  std::vector<double> sums;
+// sum_k |w_k y_k| of every element as one rank computes them: one step a choice, the others masked.
+std::vector<double> SumOfMagnitudes(Backend& one, const LayerSpec& spec, const HostBatch& batch) {
+  std::vector<double> sums(static_cast<size_t>(batch.num_tokens) * spec.hidden_size);
   for (int32_t k = 0; k < batch.top_k; ++k) {
-    HostBatch one = batch;
-    for (size_t i = 0; i < one.ids.size(); ++i) {
-      if (static_cast<int32_t>(i % batch.top_k) != k) one.ids[i] = -1;
+    HostBatch choice = batch;
+    for (size_t i = 0; i < choice.ids.size(); ++i) {
+      if (static_cast<int32_t>(i % batch.top_k) != k) choice.ids[i] = -1;
     }
-    const std::vector<double> rows = testing::ReferenceRows(layer, one);
-    sums.resize(rows.size());
-    for (size_t i = 0; i < rows.size(); ++i) sums[i] += std::fabs(rows[i]);
+    const auto rows = testing::RunStep(one, spec, choice, DType::kBf16, DType::kF32);
+    EXPECT_TRUE(rows.ok()) << rows.status();
+    if (!rows.ok()) break;
+    for (size_t i = 0; i < sums.size(); ++i) sums[i] += std::fabs(rows->values[i]);
   }
   return sums;
 }
@@ -188,19 +189,18 @@ TEST_P(CudaGroupTest, OneRankAndTwoDifferByTheOrderOfTheSumOnly) {
   ASSERT_NE(bf16, nullptr);
   for (const HostLayer& layer : layers_) {
     const HostBatch batch = testing::MakeRandomBatch(layer.spec, 120, 4, Routing::kSkewed, 6);
-    const std::vector<double> sums = SumOfMagnitudes(layer, batch);
+    const std::vector<double> sums = SumOfMagnitudes(*one, layer.spec, batch);
     const auto a = testing::RunStep(*one, layer.spec, batch, DType::kBf16, DType::kF32);
     const auto b = testing::RunStep(*two, layer.spec, batch, DType::kBf16, DType::kF32);
     const auto c = testing::RunStep(*bf16, layer.spec, batch, DType::kBf16, DType::kF32);
     ASSERT_TRUE(a.ok() && b.ok() && c.ok()) << a.status() << b.status() << c.status();
     int64_t differ = 0;
     for (size_t i = 0; i < sums.size(); ++i) {
-      // y is rounded to BF16 in the kernel: the sum of what was added may be 2^-8 larger.
-      const double bound = std::fabs(a->values[i]) * 0x1p-23 +
-                           2 * batch.top_k * 0x1p-24 * sums[i] * (1 + 0x1p-6) + 1e-30;
+      const double bound =
+          std::fabs(a->values[i]) * 0x1p-23 + 2 * batch.top_k * 0x1p-24 * sums[i] + 1e-30;
       ASSERT_LE(std::fabs(a->values[i] - b->values[i]), bound) << "element " << i;
       // Partials are at most the sum of magnitudes.
-      ASSERT_LE(std::fabs(a->values[i] - c->values[i]), bound + 0x1p-8 * sums[i] * (1 + 0x1p-6))
+      ASSERT_LE(std::fabs(a->values[i] - c->values[i]), bound + 0x1p-8 * sums[i])
           << "element " << i;
       differ += b->values[i] != c->values[i];
     }
@@ -352,8 +352,9 @@ TEST_P(CudaGroupFaultTest, AStalledRankFailsTheStepByNameAndTheNextStepIsRight) 
   std::vector<Stall> stalls = {
       {cuda::moe_layer::kStallRoutes, "rank 1 did not answer in "},
       {cuda::moe_layer::kStallTokens, "rank 1 did not answer in "},
-      {cuda::moe_layer::kStallFc1, "rank 1 gave the step up: an FC2 tile waited"},
-      {cuda::moe_layer::kStallFc2, "rank 1 "},  // combine waits for its own and returns nothing
+      // Its FC2 tiles or its combine notice first; in time so does rank 0.
+      {cuda::moe_layer::kStallFc1, "rank 1 gave the step up: "},
+      {cuda::moe_layer::kStallFc2, "rank 1 gave the step up: combine waited"},
       {cuda::moe_layer::kStallPartials, "rank 1 did not answer in "}};
   if (GetParam() == KernelPath::kHostExchange) {  // its kernel has no peers
     stalls = {{cuda::moe_layer::kStallFc1, "rank 1"}, {cuda::moe_layer::kStallFc2, "rank 1"}};
@@ -367,9 +368,10 @@ TEST_P(CudaGroupFaultTest, AStalledRankFailsTheStepByNameAndTheNextStepIsRight) 
     EXPECT_THAT(std::string(status.message()), HasSubstr(stall.text)) << status;
     EXPECT_FALSE(IsFatal(status)) << status;
     EXPECT_LT(took, kStepTimeout);
-    if (stall.point != cuda::moe_layer::kStallFc1 && GetParam() == KernelPath::kFused) {
-      EXPECT_TRUE(absl::IsUnavailable(status) || stall.point == cuda::moe_layer::kStallFc2)
-          << status;
+    const bool within =
+        stall.point == cuda::moe_layer::kStallFc1 || stall.point == cuda::moe_layer::kStallFc2;
+    if (GetParam() == KernelPath::kFused) {
+      EXPECT_EQ(absl::IsUnavailable(status), !within) << status;
     }
     std::printf("stall point %d: %s (%.0f ms)\n", static_cast<int>(stall.point),
                 std::string(status.message()).c_str(), absl::ToDoubleMilliseconds(took));
