@@ -176,8 +176,15 @@ void LayerGroup::SetTokens(int tokens) {
                                tokens, g.top_k, site_->num_ctas());
   BENCH_CHECK(config.status());
   config_ = *config;
+  // The kernel's workspace has another layout for every T: as new. All ranks are idle here.
+  const bool renew = options_.exchange == Exchange::kLsa;
+  if (renew) step_ = 0;
   BENCH_CHECK(site_->ForEach([&](int rank, cudaStream_t) {
     Rank& mine = *ranks_[rank];
+    if (renew) {
+      BENCH_CHECK(cudaMemset(site_->peers(rank).at<char>(rank, 0), 0,
+                             static_cast<size_t>(site_->workspace_bytes())));
+    }
     mine.host_ids.clear();
     for (int r = 0; r < kRoutings; ++r) {
       const auto some = RandomIds(tokens, num_experts(), g.top_k, 100 + r + rank * kRoutings);
@@ -216,7 +223,7 @@ cuda::moe_layer::MoeLayerParams LayerGroup::Params(const Rank& mine, int rank) c
   params.swiglu_limit = kSwigluLimit;
   params.peers = site_->peers(rank);
   params.partials_bf16 = options_.partials_bf16;
-  params.workspace = layout::PlanWorkspace(WorkspaceShape(options_.max_tokens));
+  params.workspace = layout::PlanWorkspace(WorkspaceShape(tokens_));
   auto* control = static_cast<Control*>(const_cast<void*>(mine.device_control));
   params.stop = &control->stop;
   params.fault = &control->fault;

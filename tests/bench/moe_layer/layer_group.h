@@ -52,7 +52,8 @@ class LayerGroup {
   LayerGroup(const LayerGroup&) = delete;
   LayerGroup& operator=(const LayerGroup&) = delete;
 
-  // Inputs of steps of T tokens a rank: K different experts a token, every set as likely.
+  // Inputs and workspace of steps of T tokens a rank: K different experts a token, every set as
+  // likely. Nothing is running.
   void SetTokens(int tokens);
 
   // Steps are numbered alike on all ranks: taken before they are launched.
