@@ -64,7 +64,7 @@ class CudaGroupTest : public testing::GpuTest, public ::testing::WithParamInterf
   cuda::CudaBackendOptions Options(int32_t ranks) const {
     cuda::CudaBackendOptions options;
     options.path = ranks == 1 ? KernelPath::kFused : GetParam();
-    options.common.layers = {layers_[0].spec, layers_[1].spec};
+    for (const HostLayer& layer : layers_) options.common.layers.push_back(layer.spec);
     options.common.placement = std::make_shared<const Placement>(*Placement::Contiguous(9, ranks));
     options.common.max_tokens_per_rank = ranks == 1 ? 2 * kTokens : kTokens;
     return options;
@@ -323,6 +323,15 @@ struct Stall {
 class CudaGroupFaultTest : public CudaGroupTest {
  protected:
   static constexpr absl::Duration kStepTimeout = absl::Seconds(2);
+
+  // More FC1 tiles than CTAs, so that no CTA is left to wait for what others wait for.
+  void SetUp() override {
+    CudaGroupTest::SetUp();
+    if (IsSkipped()) return;
+    LayerSpec spec = Spec(2, Recipe::kMxfp4);
+    spec.intermediate_size = 4096;
+    layers_ = {testing::MakeRandomLayer(spec, 1)};
+  }
 
   cuda::CudaBackendOptions StallingOptions() {
     cuda::CudaBackendOptions options = Options(2);
