@@ -101,6 +101,10 @@ ExchangeLayout PlanExchangeLayout(const ExchangeShape& shape) {
   return layout;
 }
 
+int64_t ExchangeDeviceBytes(const ExchangeShape& shape) {
+  return PlanExchangeLayout(shape).bytes + (shape.num_ranks > 1 ? limits::kNcclExchangeBytes : 0);
+}
+
 ExchangePlan PlanExchange(int rank, absl::Span<const ExchangeHeader> sent,
                           absl::Span<const ExchangeHeader> received) {
   ExchangePlan plan;

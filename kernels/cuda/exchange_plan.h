@@ -126,6 +126,9 @@ struct ExchangeLayout {
 };
 ExchangeLayout PlanExchangeLayout(const ExchangeShape& shape);
 
+// Device memory of an exchange: the layout's, and what NCCL allocates to connect several ranks.
+int64_t ExchangeDeviceBytes(const ExchangeShape& shape);
+
 // One step's transfers as the host sees them, from the counts.
 struct ExchangePlan {
   std::vector<BlockBegin> outgoing;  // [R]

@@ -50,9 +50,7 @@ struct HostExchange::HostBlock {
   moe_layer::FaultRecord fault;
 };
 
-int64_t HostExchange::DeviceBytes(const ExchangeShape& shape) {
-  return PlanExchangeLayout(shape).bytes;
-}
+int64_t HostExchange::DeviceBytes(const ExchangeShape& shape) { return ExchangeDeviceBytes(shape); }
 
 absl::StatusOr<std::unique_ptr<HostExchange>> HostExchange::Create(
     const HostExchangeOptions& options) {
@@ -221,8 +219,6 @@ absl::Status HostExchange::ExchangeRows() {
   return transport_->Exchange(sends, receives, stream_);
 }
 
-// One launch of the layer kernel that knows of no other rank: rows of all ranks, local slots as
-// experts, weighted sums of this rank's routes as output.
 absl::Status HostExchange::RunExperts(const LayerSpec& spec, const PackedLayer& layer) {
   if (plan_.rows == 0) return LaunchSealPartials(view_, nullptr, stream_);
   absl::Status status = LaunchSpreadRoutes(view_, plan_.rows, plan_.top_k, stream_);
@@ -234,6 +230,25 @@ absl::Status HostExchange::RunExperts(const LayerSpec& spec, const PackedLayer& 
   }
   ++kernel_step_;
   host()->fault = {};
+  const LayerShape shape = {.format = FormatOf(spec.recipe),
+                            .hidden = spec.hidden_size,
+                            .intermediate = spec.intermediate_size,
+                            .num_experts = spec.num_experts,
+                            .num_slots = view_.slots_per_rank};
+  // The mean load of a slot follows from all ranks' tokens.
+  const int64_t tokens = std::min<int64_t>(plan_.group_tokens, limits::kMaxTokensPerRank);
+  const absl::StatusOr<KernelConfig> config =
+      ChooseKernelConfig(shape, static_cast<int32_t>(tokens), plan_.top_k, options_.num_sms);
+  if (!config.ok()) return config.status();
+  const moe_layer::MoeLayerParams params = LayerParams(spec, layer);
+  EXPERTD_CUDA_RETURN_IF_ERROR(moe_layer::Launch(shape.format, *config, params, stream_));
+  return LaunchSealPartials(view_, &params.fault->code, stream_);
+}
+
+// A launch of the layer kernel that knows of no other rank: rows of all ranks, local slots as
+// experts, the weighted sums of this rank's routes as output.
+moe_layer::MoeLayerParams HostExchange::LayerParams(const LayerSpec& spec,
+                                                    const PackedLayer& layer) const {
   auto* device_host = static_cast<HostBlock*>(host_memory_.device_data());
   moe_layer::MoeLayerParams params;
   params.num_tokens = static_cast<int32_t>(plan_.rows);
@@ -260,18 +275,7 @@ absl::Status HostExchange::RunExperts(const LayerSpec& spec, const PackedLayer& 
   params.fault = &device_host->fault;
   params.timeout_ns = static_cast<uint64_t>(absl::ToInt64Nanoseconds(options_.limit / 2));
   params.stall = stall_;
-  const LayerShape shape = {.format = FormatOf(spec.recipe),
-                            .hidden = spec.hidden_size,
-                            .intermediate = spec.intermediate_size,
-                            .num_experts = spec.num_experts,
-                            .num_slots = view_.slots_per_rank};
-  // The mean load of a slot follows from all ranks' tokens.
-  const int64_t tokens = std::min<int64_t>(plan_.group_tokens, limits::kMaxTokensPerRank);
-  const absl::StatusOr<KernelConfig> config =
-      ChooseKernelConfig(shape, static_cast<int32_t>(tokens), plan_.top_k, options_.num_sms);
-  if (!config.ok()) return config.status();
-  EXPERTD_CUDA_RETURN_IF_ERROR(moe_layer::Launch(shape.format, *config, params, stream_));
-  return LaunchSealPartials(view_, &device_host->fault.code, stream_);
+  return params;
 }
 
 absl::Status HostExchange::ReturnPartials() {

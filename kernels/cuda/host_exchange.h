@@ -64,7 +64,7 @@ class HostExchange {
   HostExchange(const HostExchange&) = delete;
   HostExchange& operator=(const HostExchange&) = delete;
 
-  // Device memory that an exchange allocates: pure.
+  // Device memory that an exchange takes, NCCL's included: pure.
   static int64_t DeviceBytes(const ExchangeShape& shape);
 
   // One layer over all ranks: `step` holds this rank's rows, `layer` this rank's slots. T up to
@@ -94,6 +94,7 @@ class HostExchange {
   absl::Status WaitForCounts();
   absl::Status ExchangeRows();
   absl::Status RunExperts(const LayerSpec& spec, const PackedLayer& layer);
+  moe_layer::MoeLayerParams LayerParams(const LayerSpec& spec, const PackedLayer& layer) const;
   absl::Status ReturnPartials();
   absl::Status CheckProgress();
   absl::Status CheckFaults();

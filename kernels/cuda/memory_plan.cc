@@ -26,7 +26,7 @@ int64_t MaxHidden(absl::Span<const LayerSpec> layers) {
 
 int64_t WorkspaceBytes(const MemoryQuestion& question) {
   if (question.path == KernelPath::kHostExchange) {
-    return PlanExchangeLayout(ShapeOfExchange(question)).bytes;
+    return ExchangeDeviceBytes(ShapeOfExchange(question));
   }
   int64_t bytes = 0;
   for (const LayerSpec& spec : question.layers) {

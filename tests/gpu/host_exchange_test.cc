@@ -259,6 +259,20 @@ TEST_P(HostExchangeTest, RandomStepsOfRandomSizesGiveTheRowsOfThePool) {
   }
 }
 
+// For the memory checker.
+TEST_P(HostExchangeTest, SmallShapesTouchOnlyTheirMemory) {
+  const HostLayer layer = testing::MakeRandomLayer(Spec(192, 128, 5, 3), 15);
+  auto ranks = MakeRanks(layer, PlacementFor(5, num_ranks(), 2), 9, 3);
+  ASSERT_NE(ranks, nullptr);
+  std::vector<int32_t> mix(num_ranks(), 3);
+  mix[0] = 9;
+  mix.back() = num_ranks() > 1 ? 0 : 9;
+  const int32_t tokens = std::accumulate(mix.begin(), mix.end(), 0);
+  const HostBatch batch = testing::MakeRandomBatch(layer.spec, tokens, 3, Routing::kMasked, 16);
+  const std::vector<double> expected = testing::ReferenceRows(layer, batch);
+  Compare(*ranks, batch, mix, 192, std::vector<float>(expected.begin(), expected.end()), "small");
+}
+
 TEST_P(HostExchangeTest, ALargeStepOfARealGeometryAgreesWithThePlainPath) {
   if (num_ranks() > 2) GTEST_SKIP() << "two ranks are enough";
   const HostLayer layer = testing::MakeRandomLayer(Spec(4096, 2048, 16, 6), 13);

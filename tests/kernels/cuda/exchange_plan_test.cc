@@ -140,6 +140,22 @@ TEST(ExchangePlanTest, TheArraysHoldTheWorstRouting) {
   }
 }
 
+TEST(ExchangePlanTest, SeveralRanksPayForNcclsBuffersToo) {
+  ExchangeShape shape = SmallShape();
+  EXPECT_EQ(ExchangeDeviceBytes(shape),
+            PlanExchangeLayout(shape).bytes + limits::kNcclExchangeBytes);
+  shape.num_ranks = 1;
+  EXPECT_EQ(ExchangeDeviceBytes(shape), PlanExchangeLayout(shape).bytes);
+}
+
+TEST(ExchangePlanTest, OneRankRoundsNothing) {
+  ExchangeShape shape = SmallShape();
+  shape.partials_bf16 = true;
+  EXPECT_EQ(shape.partial_row_bytes(), 192 * 2);
+  shape.num_ranks = 1;
+  EXPECT_EQ(shape.partial_row_bytes(), 192 * 4);
+}
+
 // A token goes to a peer once, so K = 1 sends one row a token at most.
 TEST(ExchangePlanTest, OutgoingRowsAreBoundedByRoutesAndByPeers) {
   ExchangeShape shape = SmallShape();
