@@ -75,6 +75,8 @@ inline constexpr int64_t kCudaStopGraceMs =
     2'000;  // a kernel told to stop ends within this or never
 inline constexpr int64_t kNcclGraceMs =
     1'000;  // beyond a group call's own limit: then its thread is given up
+inline constexpr int64_t kNcclGroupBytes =
+    448ll << 20;  // NCCL's own on each GPU of a group, beside the window: 436 MiB were seen
 inline constexpr int64_t kNcclExchangeBytes =
     704ll << 20;  // NCCL's own, for host-launched sends: 642 MiB were seen for two ranks
 inline constexpr int64_t kNcclTeardownMs = 5'000;  // ncclCommAbort was seen to take 0.8 s

@@ -105,6 +105,7 @@ MemoryPlan PlanMemory(const MemoryQuestion& question) {
   plan.staging = staging.bytes * NumStagingBuffers(staging);
   plan.workspace = WorkspaceBytes(question);
   plan.step = PlanStep(question.layers, question.max_tokens_per_rank).bytes;
+  plan.nccl = question.num_ranks > 1 ? limits::kNcclGroupBytes : 0;
   return plan;
 }
 
@@ -115,7 +116,8 @@ absl::Status CheckMemory(const MemoryQuestion& question, int64_t free_bytes) {
   const std::string parts =
       absl::StrCat("device memory: ", Gib(plan.total()), " needed (weights ", Gib(plan.weights),
                    ", loading buffers ", Gib(plan.staging), ", workspace ", Gib(plan.workspace),
-                   ", step buffers ", Gib(plan.step), " for max_tokens_per_rank ",
+                   ", step buffers ", Gib(plan.step), plan.nccl > 0 ? ", NCCL " : "",
+                   plan.nccl > 0 ? Gib(plan.nccl) : "", " for max_tokens_per_rank ",
                    question.max_tokens_per_rank, "), ", Gib(free_bytes), " free of which ",
                    Gib(limits::kCudaReserveBytes), " stay in reserve; ");
   const int32_t largest = LargestFit(question, usable);

@@ -33,8 +33,9 @@ struct MemoryPlan {
   int64_t staging = 0;    // only while weights load
   int64_t workspace = 0;  // pooled over the layers, for the worst routing of a part of a step
   int64_t step = 0;       // inputs and outputs of a step
+  int64_t nccl = 0;       // several ranks: what NCCL keeps to connect them
 
-  int64_t total() const { return weights + staging + workspace + step; }
+  int64_t total() const { return weights + staging + workspace + step + nccl; }
 };
 
 // K that the workspace is sized for: the largest that a served layer was trained with. A step with

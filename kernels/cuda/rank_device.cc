@@ -57,13 +57,15 @@ StepRunner::Options RankDevice::RunnerOptions() const {
   return options;
 }
 
-// Before anything is allocated, and again when the weights are and what remains is another plan.
+// Before anything is allocated, and again when the weights are there and the ranks are connected.
 absl::Status RankDevice::CheckFits() const {
   size_t free_bytes = 0;
   size_t total_bytes = 0;
   EXPERTD_CUDA_RETURN_IF_ERROR(cudaMemGetInfo(&free_bytes, &total_bytes));
-  return CheckMemory(StepRunner::QuestionOf(RunnerOptions()),
-                     static_cast<int64_t>(free_bytes) + weight_bytes());
+  const StepRunner::Options runner = RunnerOptions();
+  const MemoryQuestion question = StepRunner::QuestionOf(runner);
+  const int64_t held = memory_->communicator == nullptr ? 0 : PlanMemory(question).nccl;
+  return CheckMemory(question, static_cast<int64_t>(free_bytes) + weight_bytes() + held);
 }
 
 absl::Status RankDevice::AllocateWeights() {

@@ -11,6 +11,7 @@ namespace expertd {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr int64_t kGib = int64_t{1} << 30;
 
@@ -81,6 +82,20 @@ TEST(MemoryPlanTest, TheWindowGrowsWithTheRanksAndIsTheSameForAll) {
   const int64_t rows = int64_t{1024} * 7168 * (2 * 2 + 4);
   EXPECT_GT(together, 2 * alone + rows - alone / 100);
   EXPECT_LT(together, 2 * alone + 2 * rows);
+}
+
+TEST(MemoryPlanTest, WhatNcclKeepsToConnectRanksIsPartOfThePlan) {
+  const std::vector<LayerSpec> layers = {Pro()};
+  cuda::MemoryQuestion question = {layers, 48, 1024, cuda::KernelPath::kFused};
+  EXPECT_EQ(cuda::PlanMemory(question).nccl, 0);
+  EXPECT_THAT(std::string(cuda::CheckMemory(question, 2 * kGib).message()), Not(HasSubstr("NCCL")));
+  question.num_ranks = 2;
+  EXPECT_EQ(cuda::PlanMemory(question).nccl, limits::kNcclGroupBytes);
+  EXPECT_THAT(std::string(cuda::CheckMemory(question, 2 * kGib).message()),
+              HasSubstr("NCCL 0.44 GiB"));
+  const int64_t needed = cuda::PlanMemory(question).total() + limits::kCudaReserveBytes;
+  EXPECT_TRUE(cuda::CheckMemory(question, needed).ok());
+  EXPECT_FALSE(cuda::CheckMemory(question, needed - 1).ok());
 }
 
 TEST(MemoryPlanTest, TheWorkspaceIsForTheLayersOwnKAndLargerOnesRunInParts) {
