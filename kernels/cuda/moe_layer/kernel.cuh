@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::setmaxnreg_inc<kExpertRegisters>();
     ExpertRole<kFormat, kWidths...>{params, Waiter{params}, warp / 4, warp % 4, lane}.run();
     if (threadIdx.x == 0) mark(params, kMarkCombine);
-    CombineRole{params, Waiter{params}, warp, lane}.run();
+    combine_outputs(params, warp, lane);
     if (threadIdx.x == 0) {
       mark(params, kMarkEnd);
       if (gave_up_word() != kNoFault) give_up(params, {gave_up_word(), 0, params.peers.rank}, 0, 0);

@@ -25,35 +25,43 @@ struct AnnounceRole {
                : params.local.fc2_done + tile.token_tile * params.local.fc2_done_stride;
   }
 
-  __device__ __forceinline__ void wait_and_send(uint32_t barrier) {
-    while (!__all_sync(0xffffffffu, ptx::mbarrier_test_wait(barrier, slot.phase))) {
-      if (tokens.send_next()) continue;
-      waiter.wait(barrier, slot.phase);
-      return;
-    }
-  }
-
   // What a tile's warps stored after one of its waits was given up is not announced.
   __device__ __forceinline__ bool may_announce(const Tile& tile) const {
     const StallPoint stall = tile.phase == Phase::kFc1 ? kStallFc1 : kStallFc2;
     return !waiter.gave_up() && params.stall != stall;
   }
 
-  __device__ __forceinline__ void run() {
-    for (;;) {
-      wait_and_send(tile_full_barrier(slot.index));
-      if (shared_state().tiles[slot.index].rows < 0) break;
-      wait_and_send(tile_done_barrier(slot.index));
-      const Tile& tile = shared_state().tiles[slot.index].tile;
-      if (lane < tile.num_row_tiles && may_announce(tile)) {
-        ptx::fence_acq_rel_gpu();
-        ptx::st_relaxed_gpu(flags_of(tile) + tile.first_row_tile + lane, params.step);
-      }
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(tile_empty_barrier(slot.index));
-      slot.advance(kTileSlots);
+  __device__ __forceinline__ void announce() {
+    const Tile& tile = shared_state().tiles[slot.index].tile;
+    if (lane < tile.num_row_tiles && may_announce(tile)) {
+      ptx::fence_acq_rel_gpu();
+      ptx::st_relaxed_gpu(flags_of(tile) + tile.first_row_tile + lane, params.step);
     }
-    while (tokens.send_next()) {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(tile_empty_barrier(slot.index));
+    slot.advance(kTileSlots);
+  }
+
+  // As long as there are tokens to send, barriers are only looked at in between.
+  __device__ __forceinline__ void run() {
+    bool list_ended = false;
+    bool described = false;  // the next tile is, and its results are waited for
+    while (!list_ended || !tokens.done) {
+      const uint32_t barrier =
+          described ? tile_done_barrier(slot.index) : tile_full_barrier(slot.index);
+      if (tokens.done) {
+        waiter.wait(barrier, slot.phase);
+      } else if (list_ended ||
+                 !__all_sync(0xffffffffu, ptx::mbarrier_test_wait(barrier, slot.phase))) {
+        tokens.send_next();
+        continue;
+      }
+      if (described) {
+        announce();
+      } else {
+        list_ended = shared_state().tiles[slot.index].rows < 0;
+      }
+      described = !described && !list_ended;
     }
   }
 };

@@ -12,7 +12,7 @@
 namespace expertd::cuda::moe_layer {
 
 // Tokens a CTA may have to send for send_few to do it.
-inline constexpr int kFewTokens = 2;
+inline constexpr int kFewTokens = 1;
 
 __device__ __forceinline__ bool sends_few(const MoeLayerParams& params) {
   return params.num_tokens <= kFewTokens * static_cast<int>(gridDim.x);
@@ -50,10 +50,10 @@ __device__ __forceinline__ void send_routes(const MoeLayerParams& params, int th
 }
 
 // Copies a token's row to every rank in `mask`, by `count` threads of which this is `thread`.
+template <int kAtOnce>
 __device__ __forceinline__ void send_row(const MoeLayerParams& params, int token, uint32_t mask,
                                          int thread, int count) {
   if (mask == 0) return;
-  constexpr int kAtOnce = 4;
   const int chunks = params.hidden / 8;  // of 16 bytes
   const uint4* row = reinterpret_cast<const uint4*>(params.x + int64_t{token} * params.hidden);
 #pragma unroll 1
@@ -76,11 +76,11 @@ __device__ __forceinline__ void send_row(const MoeLayerParams& params, int token
   }
 }
 
-// By lane `peer` of a warp that has seen all stores of the row.
+// By lane `peer` of a warp that has seen all stores of the row and has fenced.
 __device__ __forceinline__ void flag_row(const MoeLayerParams& params, int token, uint32_t mask,
                                          int peer) {
   if (mask >> peer & 1u) {
-    ptx::st_release_sys(token_flags(params, params.peers.rank, peer) + token, params.step);
+    ptx::st_relaxed_sys(token_flags(params, params.peers.rank, peer) + token, params.step);
   }
 }
 
@@ -104,34 +104,36 @@ __device__ __forceinline__ void send_few(const MoeLayerParams& params, int warp,
       if (slot >= 0) mine = 1u << (slot / params.slots_per_rank);
     }
     masks[i] = __reduce_or_sync(0xffffffffu, mine) & ~(1u << params.peers.rank);
-    send_row(params, token, masks[i], warp * 32 + lane, kThreads);
+    send_row<2>(params, token, masks[i], warp * 32 + lane, kThreads);
   }
   __syncthreads();
   if (warp != 0) return;
+  ptx::fence_acq_rel_sys();
 #pragma unroll
   for (int i = 0; i < kFewTokens; ++i) flag_row(params, first + i * grid, masks[i], lane);
 }
 
 // CTA c sends tokens c, c + grid, ..., a row at a time. Of a window of them the next is the one
 // whose lowest slot on a peer is lowest: peers compute slot after slot, and so each slot's tokens
-// are complete about when its turn comes.
+// are complete about when its turn comes. A fence at system scope waits for every store of the SM
+// on its way, so later rows share one.
 struct TokenSender {
   static constexpr int kLaneTokens = 4;
   static constexpr int kWindow = 32 * kLaneTokens;
+  static constexpr int kRowsAtOnce = 4;  // most rows between two fences; at most 4
   static constexpr uint32_t kSent = 0xffffffffu;
 
   const MoeLayerParams& params;
   int lane;
   int window = 0;  // index of its first token among the CTA's
   bool done = false;
+  int batch = 1;  // rows before the next fence
   uint32_t keys[kLaneTokens];
   uint32_t masks[kLaneTokens];
 
   __device__ __forceinline__ TokenSender(const MoeLayerParams& p, int l) : params(p), lane(l) {
-    if (params.peers.num_ranks == 1 || sends_few(params) || params.stall == kStallTokens) {
-      window = params.num_tokens;
-    }
-    look_up();
+    done = params.peers.num_ranks == 1 || sends_few(params) || params.stall == kStallTokens;
+    if (!done) look_up();
   }
 
   __device__ __forceinline__ int token_at(int index) const {
@@ -144,7 +146,7 @@ struct TokenSender {
       keys[i] = kSent;
       masks[i] = 0;
       const int token = token_at(window + i * 32 + lane);
-      if (window >= params.num_tokens || token >= params.num_tokens) continue;
+      if (token >= params.num_tokens) continue;
 #pragma unroll 1
       for (int k = 0; k < params.top_k; ++k) {
         const int expert = params.ids[token * params.top_k + k];
@@ -158,41 +160,59 @@ struct TokenSender {
     }
   }
 
-  // By the whole warp. False: everything has been sent.
-  __device__ __forceinline__ bool send_next() {
-    if (done) return false;
-    while (token_at(window) < params.num_tokens) {
-      uint32_t best = kSent;  // slot << 8 | index in the window
+  // Index in the window of the next token, or -1: none is left in it.
+  __device__ __forceinline__ int take_next() {
+    uint32_t best = kSent;  // slot << 8 | index
 #pragma unroll
-      for (int i = 0; i < kLaneTokens; ++i) {
-        if (keys[i] != kSent) best = min(best, keys[i] << 8 | (i * 32 + lane));
-      }
-      best = __reduce_min_sync(0xffffffffu, best);
-      if (best != kSent) {
-        send(static_cast<int>(best & 0xffu));
-        return true;
-      }
-      window += kWindow;
-      look_up();
+    for (int i = 0; i < kLaneTokens; ++i) {
+      if (keys[i] != kSent) best = min(best, keys[i] << 8 | (i * 32 + lane));
     }
-    done = true;
-    if (lane == 0) mark(params, kMarkSent);
-    return false;
+    best = __reduce_min_sync(0xffffffffu, best);
+    if (best == kSent) return -1;
+    const int index = static_cast<int>(best & 0xffu);
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      if (index == i * 32 + lane) keys[i] = kSent;
+    }
+    return index;
   }
 
-  __device__ __forceinline__ void send(int index) {
+  __device__ __forceinline__ uint32_t mask_of(int index) const {
     uint32_t mask = 0;
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) {
-      if (index != i * 32 + lane) continue;
-      mask = masks[i];
-      keys[i] = kSent;
+      if (index / 32 == i) mask = masks[i];
     }
-    mask = __shfl_sync(0xffffffffu, mask, index % 32);
-    const int token = token_at(window + index);
-    send_row(params, token, mask, lane, 32);
+    return __shfl_sync(0xffffffffu, mask, index % 32);
+  }
+
+  // By the whole warp, unless it is done: a few rows.
+  __device__ __forceinline__ void send_next() {
+    uint32_t sent = 0;  // their indices, a byte each
+    int count = 0;
+#pragma unroll 1
+    for (; count < batch; ++count) {
+      const int index = take_next();
+      if (index < 0) break;
+      send_row<7>(params, token_at(window + index), mask_of(index), lane, 32);
+      sent |= static_cast<uint32_t>(index) << (8 * count);
+    }
     __syncwarp();
-    flag_row(params, token, mask, lane);
+    if (count > 0) ptx::fence_acq_rel_sys();
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      const int index = static_cast<int>(sent >> (8 * i) & 0xffu);
+      flag_row(params, token_at(window + index), mask_of(index), lane);
+    }
+    if (count < batch) next_window();
+    batch = min(2 * batch, kRowsAtOnce);
+  }
+
+  __device__ __forceinline__ void next_window() {
+    window += kWindow;
+    done = token_at(window) >= params.num_tokens;
+    if (!done) look_up();
+    if (done && lane == 0) mark(params, kMarkSent);
   }
 };
 

@@ -200,7 +200,7 @@ struct RouteSorter {
     const uint64_t* flags = route_flags(params, source, params.peers.rank);
     uint64_t first = 0;
     bool there = waiter.wait_for_peer({kWaitRoutes, 0, source}, [&] {
-      first = ptx::ld_relaxed_sys(flags);
+      first = ptx::ld_acquire_sys(flags);
       return layout::StepOfFlag(first);
     });
     const int tokens = layout::TokensOfFlag(first);
@@ -210,7 +210,7 @@ struct RouteSorter {
       there = waiter.wait_for_peer({kWaitRoutes, 1, source}, [&] {
         uint32_t found = params.step;
         for (int chunk = 1 + lane; chunk < chunks; chunk += 32) {
-          const uint32_t step = layout::StepOfFlag(ptx::ld_relaxed_sys(flags + chunk));
+          const uint32_t step = layout::StepOfFlag(ptx::ld_acquire_sys(flags + chunk));
           if (step != params.step) found = step;
         }
         return found;

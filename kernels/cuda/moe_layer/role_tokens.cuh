@@ -97,7 +97,7 @@ struct TokenRole {
       uint32_t missing = params.step;
 #pragma unroll
       for (int i = 0; i < kLaneRows; ++i) {
-        found[i] = flags[i] == nullptr ? params.step : ptx::ld_relaxed_sys(flags[i]);
+        found[i] = flags[i] == nullptr ? params.step : ptx::ld_acquire_sys(flags[i]);
         if (found[i] != params.step) missing = found[i];
       }
       return missing;

@@ -27,6 +27,7 @@ static_assert(kExpertRegisters * kExpertWarps + kProducerRegisters * (kWarps - k
 
 // Named barrier of the hardware (0 is __syncthreads).
 inline constexpr int kCombineBarrier = 1;  // warps that combine: the outputs are there
+inline constexpr int kReturnBarrier = 2;   // warps that combine: a round's partial rows are stored
 
 // A stage of the two rings: 256 of K, for up to 256 weight rows and for the tokens of a tile.
 inline constexpr int kStageUnits = 2;

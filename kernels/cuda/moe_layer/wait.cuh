@@ -4,6 +4,7 @@
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
 #include "kernels/cuda/ptx/mbarrier.cuh"
 #include "kernels/cuda/ptx/memory.cuh"
+#include "kernels/cuda/ptx/warp.cuh"
 
 // Every wait of the kernel. None is unbounded and none traps: who gives up says so once in the
 // host's record, raises `gave_up` (CTA) and `stopped` (rank), and passes. From then on the CTA
@@ -47,23 +48,27 @@ __device__ __forceinline__ void give_up(const MoeLayerParams& params, const Awai
   gave_up_word() = what.code;
 }
 
-// Looked at now and then by who waits for another CTA. True: stop waiting.
+// Looked at now and then by who waits for another CTA or a peer. True: stop waiting. The host's
+// word is read across the bus: by few at a time (`ask_host`).
 __device__ __forceinline__ bool should_give_up(const MoeLayerParams& params, const Awaited& what,
-                                               uint32_t found, uint64_t since_ns) {
+                                               uint32_t found, uint64_t waited_ns, bool ask_host) {
   if (gave_up_word() != kNoFault) return true;
   if (ptx::ld_relaxed_gpu(&params.local.head->stopped) == params.step) {
     gave_up_word() = what.code;
     return true;
   }
-  const uint64_t waited = ptx::globaltimer_ns() - since_ns;
-  const bool stop = ptx::ld_relaxed_sys(params.stop) != 0;
-  if (!stop && waited < params.timeout_ns) return false;
+  const bool stop = ask_host && ptx::ld_relaxed_sys(params.stop) != 0;
+  if (!stop && waited_ns < params.timeout_ns) return false;
   give_up(params, stop ? Awaited{kStopped, what.tile, what.peer} : what, found,
-          static_cast<uint32_t>(waited / 1000));
+          static_cast<uint32_t>(waited_ns / 1000));
   return true;
 }
 
 struct Waiter {
+  static constexpr uint32_t kRounds = 64;  // polls between two looks at the clock
+  static constexpr uint64_t kAskHostNs = 1 << 20;
+  static constexpr uint32_t kAskingCtas = 16;  // one CTA of so many asks when it looks first
+
   const MoeLayerParams& params;
 
   __device__ __forceinline__ bool gave_up() const { return gave_up_word() != kNoFault; }
@@ -72,13 +77,21 @@ struct Waiter {
   // the step yet, or the step) is the step on all lanes. False: gave up.
   template <typename Poll>
   __device__ __forceinline__ bool poll_for_step(const Awaited& what, Poll poll) const {
-    uint64_t since_ns = 0;
+    uint64_t since_ns = 0, ask_at_ns = 0;
     for (uint32_t round = 1;; ++round) {
       const uint32_t found = poll();
-      if (__all_sync(0xffffffffu, found == params.step)) return true;
-      if (round % 64 != 0) continue;
-      if (since_ns == 0) since_ns = ptx::globaltimer_ns();
-      const bool mine = found != params.step && should_give_up(params, what, found, since_ns);
+      const uint32_t missing = __ballot_sync(0xffffffffu, found != params.step);
+      if (missing == 0) return true;
+      if (round % kRounds != 0) continue;
+      const uint64_t now_ns = ptx::globaltimer_ns();
+      if (since_ns == 0) {
+        since_ns = now_ns;
+        ask_at_ns = blockIdx.x % kAskingCtas == 0 ? now_ns : now_ns + kAskHostNs;
+      }
+      const bool ask = now_ns >= ask_at_ns;
+      if (ask) ask_at_ns = now_ns + kAskHostNs;
+      const bool mine = ptx::lane_id() == __ffs(missing) - 1 &&
+                        should_give_up(params, what, found, now_ns - since_ns, ask);
       if (__any_sync(0xffffffffu, mine)) return false;
     }
   }
@@ -90,11 +103,13 @@ struct Waiter {
     ptx::fence_acq_rel_gpu();
   }
 
-  // Words that peers write here; likewise. `what` may differ from lane to lane.
+  // Words that peers write here; `poll` reads them with ld_acquire_sys, so that what the peers
+  // wrote before is visible to the lane that read. A fence instead would wait for all stores of the
+  // warp, remote ones too. `what` may differ from lane to lane.
   template <typename Poll>
   __device__ __forceinline__ bool wait_for_peer(const Awaited& what, Poll poll) const {
     const bool there = poll_for_step(what, poll);
-    ptx::fence_acq_rel_sys();
+    __syncwarp();
     return there;
   }
 

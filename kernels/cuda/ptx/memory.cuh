@@ -26,10 +26,20 @@ __device__ __forceinline__ uint32_t ld_relaxed_sys(const uint32_t* address) {
   return value;
 }
 
-__device__ __forceinline__ uint64_t ld_relaxed_sys(const uint64_t* address) {
-  uint64_t value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+__device__ __forceinline__ uint32_t ld_acquire_sys(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
+}
+
+__device__ __forceinline__ uint64_t ld_acquire_sys(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void st_relaxed_sys(uint32_t* address, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ void st_release_sys(uint32_t* address, uint32_t value) {
