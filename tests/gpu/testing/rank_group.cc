@@ -285,18 +285,18 @@ RankGroup::Disturbed RankGroup::RunDisturbed(const RankBatches& batches,
   Upload({batches}, DType::kBf16);
   Disturbed result;
   result.step = step_ + 1;
+  const absl::Time start = absl::Now();  // of the earliest wait, so that no wait seems too short
   Each([&](int rank, cudaStream_t stream) {
     return LaunchStep({batches}, 0, DType::kBf16, rank, disturbance, stream);
   });
-  Watch(disturbance, &result);
+  Watch(disturbance, start, &result);
   for (int rank = 0; rank < num_ranks(); ++rank) result.records.push_back(control(rank).fault);
   ClearWorkspaces();
   return result;
 }
 
 // Notes when each rank's kernel ends, and sets the stop words when it is time.
-void RankGroup::Watch(const Disturbance& disturbance, Disturbed* result) {
-  const absl::Time start = absl::Now();
+void RankGroup::Watch(const Disturbance& disturbance, absl::Time start, Disturbed* result) {
   std::vector<bool> running(num_ranks(), true);
   result->ended.assign(num_ranks(), absl::InfiniteDuration());
   bool stopped = disturbance.stopped_ranks.empty();

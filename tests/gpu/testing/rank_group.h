@@ -48,7 +48,7 @@ class RankGroup {
   struct Disturbed {
     uint32_t step = 0;
     std::vector<cuda::moe_layer::FaultRecord> records;  // by rank
-    std::vector<absl::Duration> ended;                  // by rank, since the launch
+    std::vector<absl::Duration> ended;                  // by rank, since before the first launch
   };
 
   // UNAVAILABLE where the machine cannot run that many ranks in that mode.
@@ -98,7 +98,7 @@ class RankGroup {
                           const Disturbance& disturbance, cudaStream_t stream);
   std::vector<RankOutputs> Download(absl::Span<const RankBatches> steps, DType output);
   void ExpectNoFault();
-  void Watch(const Disturbance& disturbance, Disturbed* result);
+  void Watch(const Disturbance& disturbance, absl::Time start, Disturbed* result);
   cuda::moe_layer::MoeLayerParams Params(int rank) const;
   Control& control(int rank) const;
 
