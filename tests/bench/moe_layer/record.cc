@@ -15,6 +15,12 @@ double Round(double value, int digits) {
   return std::round(value * scale) / scale;
 }
 
+// Null where there was no such run.
+nlohmann::ordered_json Measured(double value, int digits) {
+  if (value == 0) return nullptr;
+  return Round(value, digits);
+}
+
 std::string Now() {
   char date[64];
   const std::time_t now = std::time(nullptr);
@@ -33,9 +39,9 @@ nlohmann::ordered_json ToJson(const RunFacts& facts, const LayerGroup& group, co
                                  {"tokens", row.tokens},
                                  {"us_median", Round(row.us_median, 1)},
                                  {"us_min", Round(row.us_min, 1)},
-                                 {"us_sustained", Round(row.us_sustained, 1)},
+                                 {"us_sustained", Measured(row.us_sustained, 1)},
                                  {"sm_mhz", std::lround(row.mhz)},
-                                 {"sm_mhz_sustained", std::lround(row.mhz_sustained)},
+                                 {"sm_mhz_sustained", Measured(row.mhz_sustained, 0)},
                                  {"gb_per_s", std::lround(row.weight_bytes / row.us_median * 1e-3)},
                                  {"tflops", Round(row.flops / row.us_median * 1e-6, 1)},
                                  {"weight_bytes", std::llround(row.weight_bytes)},
@@ -52,7 +58,7 @@ nlohmann::ordered_json ToJson(const RunFacts& facts, const LayerGroup& group, co
     json["link_bytes"] = std::llround(row.link_bytes);
     json["link_gb_per_s"] = Round(row.link_bytes / row.us_median * 1e-3, 1);
     if (single != nullptr) json["us_single"] = Round(single->us_median, 1);
-    if (single != nullptr) json["us_single_sustained"] = Round(single->us_sustained, 1);
+    if (single != nullptr) json["us_single_sustained"] = Measured(single->us_sustained, 1);
   }
   json["gpu"] = facts.gpu;
   json["date"] = Now();
