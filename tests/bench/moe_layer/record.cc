@@ -18,6 +18,7 @@ double Round(double value, int digits) {
 // Null where there was no such run.
 nlohmann::ordered_json Measured(double value, int digits) {
   if (value == 0) return nullptr;
+  if (digits == 0) return std::lround(value);
   return Round(value, digits);
 }
 
