@@ -1,5 +1,6 @@
 #include "kernels/cuda/moe_layer/instantiations/instantiations.h"
 #include "kernels/cuda/moe_layer/launch.h"
+#include "kernels/cuda/moe_layer/launch_params.h"
 #include "kernels/cuda/moe_layer/traits.h"
 
 namespace expertd::cuda::moe_layer {
@@ -7,33 +8,6 @@ namespace {
 
 Kernel KernelFor(layout::WeightFormat format, int variant) {
   return format == layout::WeightFormat::kMx ? MxKernel(variant) : NvKernel(variant);
-}
-
-// The parts of the parameters that follow from the others.
-MoeLayerParams Complete(MoeLayerParams params, layout::WeightFormat format,
-                        const KernelConfig& config) {
-  char* base = params.peers.at<char>(params.peers.rank, 0);
-  const layout::WorkspaceOffsets& offsets = params.workspace;
-  params.local.head = reinterpret_cast<layout::WorkspaceHead*>(base + offsets.head);
-  params.local.routes = reinterpret_cast<uint32_t*>(base + offsets.routes);
-  params.local.owners = reinterpret_cast<uint8_t*>(base + offsets.owners);
-  params.local.max_routes = offsets.max_routes;
-  params.local.fc1_done = reinterpret_cast<uint32_t*>(base + offsets.fc1_done);
-  params.local.fc2_done = reinterpret_cast<uint32_t*>(base + offsets.fc2_done);
-  params.local.h = reinterpret_cast<uint16_t*>(base + offsets.h);
-  params.local.y = reinterpret_cast<uint16_t*>(base + offsets.y);
-  const int64_t peer_rows = int64_t{params.peers.num_ranks - 1} * offsets.max_tokens;
-  params.local.peer_tokens = reinterpret_cast<const uint16_t*>(base + offsets.tokens) +
-                             (params.step & 1u) * peer_rows * params.hidden;
-  params.local.fc1_done_stride = layout::DoneStride(2 * params.intermediate);
-  params.local.fc2_done_stride = layout::DoneStride(params.hidden);
-  params.token_tile = config.token_tile;
-  params.num_stages = config.num_stages;
-  params.num_token_stages = config.num_token_stages;
-  params.token_stage_bytes = TokenStageBytes(config.token_tile);
-  params.weights_offset = kStateBytes + config.num_token_stages * params.token_stage_bytes;
-  params.tables_offset = params.weights_offset + config.num_stages * WeightStageBytes(format);
-  return params;
 }
 
 }  // namespace
@@ -62,7 +36,7 @@ cudaError_t Launch(layout::WeightFormat format, const KernelConfig& config,
   launch.attrs = &cooperative;
   launch.numAttrs = 1;
   return cudaLaunchKernelEx(&launch, KernelFor(format, VariantFor(config.token_tile)),
-                            Complete(params, format, config));
+                            CompleteParams(params, format, config));
 }
 
 }  // namespace expertd::cuda::moe_layer

@@ -24,11 +24,11 @@ struct RouteSorter {
   int cached;
 
   __device__ __forceinline__ explicit RouteSorter(const MoeLayerParams& p) : params(p) {
-    counts = reinterpret_cast<uint32_t*>(shared_memory + kStateBytes);
+    counts = reinterpret_cast<uint32_t*>(ptx::dynamic_shared_memory() + kStateBytes);
     table = reinterpret_cast<uint16_t*>(counts + kWarps * p.num_slots);
     cache = table + p.num_experts;
-    const int left =
-        static_cast<int>(shared_memory + p.tables_offset - reinterpret_cast<uint8_t*>(cache));
+    const int left = static_cast<int>(ptx::dynamic_shared_memory() + p.tables_offset -
+                                      reinterpret_cast<uint8_t*>(cache));
     cached = left / static_cast<int>(sizeof(uint16_t));
   }
 

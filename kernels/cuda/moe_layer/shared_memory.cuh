@@ -6,6 +6,7 @@
 #include "kernels/cuda/moe_layer/scheduler.h"
 #include "kernels/cuda/moe_layer/traits.h"
 #include "kernels/cuda/ptx/mbarrier.cuh"
+#include "kernels/cuda/ptx/memory.cuh"
 
 // Shared memory of a CTA:
 //   [SharedState, padded to kStateBytes]
@@ -50,10 +51,8 @@ struct SharedState {
 };
 static_assert(sizeof(SharedState) <= kStateBytes, "the ring starts behind the state");
 
-extern __shared__ __align__(1024) uint8_t shared_memory[];
-
 __device__ __forceinline__ SharedState& shared_state() {
-  return *reinterpret_cast<SharedState*>(shared_memory);
+  return *reinterpret_cast<SharedState*>(ptx::dynamic_shared_memory());
 }
 
 // Barriers by ring index.
@@ -81,11 +80,13 @@ __device__ __forceinline__ uint32_t tile_empty_barrier(int slot) {
 
 // Ring memory, as shared addresses.
 __device__ __forceinline__ uint32_t token_stage_address(const MoeLayerParams& params, int stage) {
-  return ptx::shared_address(shared_memory) + kStateBytes + stage * params.token_stage_bytes;
+  return ptx::shared_address(ptx::dynamic_shared_memory()) + kStateBytes +
+         stage * params.token_stage_bytes;
 }
 __device__ __forceinline__ uint32_t weight_stage_address(const MoeLayerParams& params, int stage,
                                                          uint32_t stage_bytes) {
-  return ptx::shared_address(shared_memory) + params.weights_offset + stage * stage_bytes;
+  return ptx::shared_address(ptx::dynamic_shared_memory()) + params.weights_offset +
+         stage * stage_bytes;
 }
 
 // The rank whose token a route is of; `from` is not above it.
@@ -101,7 +102,7 @@ __device__ __forceinline__ int source_of(const MoeLayerParams& params, uint32_t 
 
 // [slots + 1] each: first route and first token tile of a slot.
 __device__ __forceinline__ uint32_t* route_begin(const MoeLayerParams& params) {
-  return reinterpret_cast<uint32_t*>(shared_memory + params.tables_offset);
+  return reinterpret_cast<uint32_t*>(ptx::dynamic_shared_memory() + params.tables_offset);
 }
 __device__ __forceinline__ uint32_t* tile_begin(const MoeLayerParams& params) {
   return route_begin(params) + params.num_slots + 1;

@@ -5,6 +5,12 @@
 // Global and shared memory accesses with an order, named like the instruction.
 namespace expertd::cuda::ptx {
 
+// Of the CTA, as the launch sized it.
+__device__ __forceinline__ uint8_t* dynamic_shared_memory() {
+  extern __shared__ __align__(1024) uint8_t bytes[];
+  return bytes;
+}
+
 __device__ __forceinline__ uint32_t ld_relaxed_gpu(const uint32_t* address) {
   uint32_t value;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "tests/kernels/cuda/simt/simt.h"
+
+// Stands in for kernels/cuda/ptx/memory.cuh. Loads of words that others write let them run first.
+namespace expertd::cuda::ptx {
+
+inline uint8_t* dynamic_shared_memory() { return simt::dynamic_shared(); }
+
+template <typename T>
+T polled(const T* address) {
+  simt::Yield();
+  return *static_cast<const volatile T*>(address);
+}
+
+inline uint32_t ld_relaxed_gpu(const uint32_t* address) { return polled(address); }
+inline uint4 ld_relaxed_gpu_v4(const uint32_t* address) {
+  simt::Yield();
+  uint4 value;
+  std::memcpy(&value, address, sizeof(value));
+  return value;
+}
+inline uint32_t ld_relaxed_sys(const uint32_t* address) { return polled(address); }
+inline uint32_t ld_acquire_sys(const uint32_t* address) { return polled(address); }
+inline uint64_t ld_acquire_sys(const uint64_t* address) { return polled(address); }
+inline void st_relaxed_gpu(uint32_t* address, uint32_t value) { *address = value; }
+inline void st_relaxed_sys(uint32_t* address, uint32_t value) { *address = value; }
+inline void st_release_sys(uint32_t* address, uint32_t value) { *address = value; }
+inline void st_release_sys(uint64_t* address, uint64_t value) { *address = value; }
+inline void fence_acq_rel_gpu() {}
+inline void fence_acq_rel_sys() {}
+
+inline uint4 ld_shared_v4(uint32_t address) {
+  uint4 value;
+  std::memcpy(&value, dynamic_shared_memory() + address, sizeof(value));
+  return value;
+}
+inline uint2 ld_shared_v2(uint32_t address) {
+  uint2 value;
+  std::memcpy(&value, dynamic_shared_memory() + address, sizeof(value));
+  return value;
+}
+
+inline uint64_t globaltimer_ns() { return simt::time_ns(); }
+
+}  // namespace expertd::cuda::ptx

@@ -1,0 +1,1 @@
+#include "kernels/cuda/moe_layer/instantiations/nv.cu"
