@@ -36,8 +36,9 @@ absl::StatusOr<ServerConfig> ResolveBackend(const ServerConfig& config) {
       resolved.devices = *std::move(devices);
       return resolved;
     }
-    // Without a usable GPU the CPU serves; a GPU that was asked for wrongly is not replaced.
-    if (config.backend == BackendKind::kCuda || !absl::IsFailedPrecondition(devices.status())) {
+    // Without a usable GPU the CPU serves; GPUs that were asked for are not replaced.
+    const bool asked = config.backend == BackendKind::kCuda || !config.devices.empty();
+    if (asked || !absl::IsFailedPrecondition(devices.status())) {
       return absl::Status(devices.status().code(),
                           "backend: " + std::string(devices.status().message()));
     }

@@ -60,6 +60,8 @@ class WrongUsageTest(harness.TestCase):
                 (("--ranks", "-1"), None, ["--ranks", "-1"]),
                 (("--listen", "nowhere"), None, ["--listen", "nowhere", "HOST:PORT"]),
                 (("--backend", "tpu"), None, ["--backend", "tpu", "cpu"]),
+                (("--devices", "255"), None, ["backend: "]),
+                (("--devices", "0", "--backend", "cpu"), None, ["devices", "cpu"]),
                 ((), {"EXPERTD_RANKS": "many"}, ["EXPERTD_RANKS", "many"]),
                 (("--config", unknown_key), None, ["unknown.toml", "rank"]),
                 (("--config", "/no/such/file.toml"), None, ["/no/such/file.toml"])):
