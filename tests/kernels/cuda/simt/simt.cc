@@ -1,6 +1,5 @@
 #include "tests/kernels/cuda/simt/simt.h"
 
-#include <sys/mman.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -29,8 +28,7 @@ struct Warp;
 
 struct Fiber {
   ucontext_t context = {};
-  std::vector<uint8_t> stack;
-  void* sanitizer_stack = nullptr;
+  std::unique_ptr<uint8_t[]> stack;  // not cleared: most of it is never touched
   Cta* cta = nullptr;
   Warp* warp = nullptr;
   Dim3 thread;
@@ -191,25 +189,25 @@ class Scheduler {
   }
 
   void Resume(Fiber& fiber) {
-    if (fiber.stack.empty()) {
-      fiber.stack.resize(kStackBytes);
+    if (fiber.stack == nullptr) {
+      fiber.stack = std::make_unique_for_overwrite<uint8_t[]>(kStackBytes);
       getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.data();
-      fiber.context.uc_stack.ss_size = fiber.stack.size();
+      fiber.context.uc_stack.ss_sp = fiber.stack.get();
+      fiber.context.uc_stack.ss_size = kStackBytes;
       fiber.context.uc_link = nullptr;
       makecontext(&fiber.context, &Scheduler::Entry, 0);
     }
     current_ = &fiber;
 #if defined(__SANITIZE_ADDRESS__)
     void* fake_stack = nullptr;
-    __sanitizer_start_switch_fiber(&fake_stack, fiber.stack.data(), fiber.stack.size());
+    __sanitizer_start_switch_fiber(&fake_stack, fiber.stack.get(), kStackBytes);
 #endif
     swapcontext(&main_, &fiber.context);
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
 #endif
     current_ = nullptr;
-    if (fiber.finished) fiber.stack = {};
+    if (fiber.finished) fiber.stack.reset();
   }
 
   // Every warp once, in random order; a warp goes on as long as its lanes let each other.
