@@ -173,6 +173,22 @@ TEST(SimtMoeLayer, ARowsBitsDependNeitherOnItsNeighboursNorOnTheGrid) {
   }
 }
 
+// K of many stages, whose end is half a unit: the rings go round, with narrow and wide token tiles.
+TEST(SimtMoeLayer, LongSumsGoRoundTheRings) {
+  for (const Recipe recipe : {Recipe::kMxfp4, Recipe::kNvfp4}) {
+    const HostLayer layer = testing::MakeRandomLayer(Spec(1344, 832, 2, recipe), 11);
+    for (const int32_t tokens : {1, 30, 100}) {
+      SCOPED_TRACE(absl::StrCat(recipe == Recipe::kMxfp4 ? "mxfp4" : "nvfp4", " T = ", tokens));
+      const auto batches = Batches(layer.spec, {tokens}, 1, Routing::kUniform, 12);
+      RankLayer run(layer, PlacementOf(2, 1),
+                    {.num_ctas = 2, .max_tokens = tokens, .max_top_k = 1, .seed = 13});
+      const auto outputs = run.Run({batches});
+      ASSERT_EQ(run.error(), "");
+      ExpectRight(layer, batches, outputs[0]);
+    }
+  }
+}
+
 struct Stall {
   const char* name;
   cuda::moe_layer::StallPoint stall;
