@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -209,9 +210,12 @@ class SystemdTest(harness.TestCase):
     LISTS = {"After", "Wants", "SystemCallFilter"}  # may be given more than once
 
     def setUp(self):
-        self.settings = {}
+        self.settings = self.settings_of("deploy/systemd/expertd.service")
+
+    def settings_of(self, path):
+        settings = {}
         section = None
-        for line in text_of("deploy/systemd/expertd.service").splitlines():
+        for line in text_of(path).splitlines():
             if not line or line.startswith("#"):
                 continue
             if line.startswith("["):
@@ -221,8 +225,9 @@ class SystemdTest(harness.TestCase):
             self.assertEqual("=", separator, line)
             self.assertRegex(key, r"^[A-Z][A-Za-z]+$", line)
             if key not in self.LISTS:
-                self.assertNotIn((section, key), self.settings, "given twice")
-            self.settings[section, key] = value
+                self.assertNotIn((section, key), settings, "given twice")
+            settings[section, key] = value
+        return settings
 
     def test_the_command_exists(self):
         words = shlex.split(self.settings["Service", "ExecStart"])
@@ -250,6 +255,31 @@ class SystemdTest(harness.TestCase):
                            ("NoNewPrivileges", "yes"), ("CapabilityBoundingSet", ""),
                            ("MemoryDenyWriteExecute", "yes"), ("PrivateTmp", "yes")):
             self.assertEqual(value, self.settings["Service", key], key)
+
+
+    def test_the_gpu_drop_in_opens_what_gpus_need_and_nothing_else(self):
+        drop_in = self.settings_of("deploy/systemd/gpu.conf")
+        self.assertEqual({"Wants", "After", "PrivateDevices", "DevicePolicy", "DeviceAllow",
+                          "LimitMEMLOCK", "RestrictAddressFamilies"}, {key for _, key in drop_in})
+        self.assertEqual("char-nvidia* rw", drop_in["Service", "DeviceAllow"])
+        self.assertEqual("closed", drop_in["Service", "DevicePolicy"])
+        self.assertEqual("AF_NETLINK", drop_in["Service", "RestrictAddressFamilies"])  # is added
+
+    def test_systemd_understands_the_unit_and_its_drop_in(self):
+        if shutil.which("systemd-analyze") is None:
+            print("not run without systemd-analyze")
+            return
+        folder = self.directory()
+        unit = os.path.join(folder, "expertd.service")
+        os.mkdir(unit + ".d")
+        for source, target, old, new in (
+                ("expertd.service", unit, "/opt/expertd/expertd", "/bin/true"),
+                ("gpu.conf", unit + ".d/gpu.conf", "", "")):
+            with open(target, "w") as out:
+                out.write(text_of("deploy/systemd", source).replace(old, new))
+        done = subprocess.run(["systemd-analyze", "verify", "--man=no", unit], capture_output=True,
+                              text=True, timeout=60, check=False)
+        self.assertNotIn(folder, done.stdout + done.stderr)  # it may complain of the machine's units
 
 
 class DockerfileTest(harness.TestCase):
