@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <numeric>
 #include <set>
 
 #include "absl/strings/str_cat.h"
@@ -47,10 +48,8 @@ absl::StatusOr<std::vector<int32_t>> ChooseDevices(absl::Span<const int32_t> dev
       return absl::InvalidArgumentError(absl::StrCat(
           "ranks: found ", ranks, ", expected at most one a visible GPU (", visible, ")"));
     }
-    std::vector<int32_t> first;
-    for (int32_t device = 0; device < (ranks == 0 ? visible : ranks); ++device) {
-      first.push_back(device);
-    }
+    std::vector<int32_t> first(ranks == 0 ? visible : ranks);
+    std::iota(first.begin(), first.end(), 0);
     return first;
   }
   std::set<int32_t> seen;
