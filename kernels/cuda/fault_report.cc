@@ -26,18 +26,20 @@ int Distance(const RankResult& result) {
   switch (result.fault.code) {
     case moe_layer::kWaitPipeline:
       return 2;
-    case moe_layer::kWaitRoutes:
+    case moe_layer::kWaitSort:
       return 3;
-    case moe_layer::kWaitTokens:
+    case moe_layer::kWaitRoutes:
       return 4;
-    case moe_layer::kWaitFc1:
+    case moe_layer::kWaitTokens:
       return 5;
-    case moe_layer::kWaitFc2:
+    case moe_layer::kWaitFc1:
       return 6;
-    case moe_layer::kWaitPartials:
+    case moe_layer::kWaitFc2:
       return 7;
-    default:
+    case moe_layer::kWaitPartials:
       return 8;
+    default:
+      return 9;
   }
 }
 
@@ -53,6 +55,8 @@ std::string WhatWasWaitedFor(const FaultRecord& fault) {
       return "it was told to stop";
     case moe_layer::kWaitRoutes:
       return absl::StrCat("routing waited for chunk ", fault.tile, " of the peer's ids");
+    case moe_layer::kWaitSort:
+      return absl::StrCat("the sort of the routes waited for CTA ", fault.tile);
     case moe_layer::kWaitTokens:
       return absl::StrCat("an FC1 tile waited for the peer's row ", fault.tile);
     case moe_layer::kWaitPartials:

@@ -83,23 +83,41 @@ struct WorkspaceOffsets {
   int64_t partial_flags = 0;  // [P][T][slices] u32, step
   int64_t partials = 0;       // [P][T][H] F32, or BF16 at the same strides in elements
   // This rank's own.
-  int64_t routes = 0;    // [kMaxCtas][max_routes] u32: global route by slot, in route order
-  int64_t owners = 0;    // [kMaxCtas][max_routes] u8: 1 + the rank that computes a route, or 0
-  int64_t fc1_done = 0;  // [max_token_tiles][fc1_stride] u32: step that wrote that 64-row tile
-  int64_t fc2_done = 0;  // [max_token_tiles][fc2_stride] u32
-  int64_t h = 0;         // [max_routes][I] BF16, in the order of `routes`
-  int64_t y = 0;         // [max_routes][H] BF16, by global route
+  int64_t routes = 0;       // u32: global route by slot, in route order, [ListEntries]
+  int64_t owners = 0;       // u8: 1 + the rank that computes a route, or 0, likewise
+  int64_t sort_counts = 0;  // [kMaxCtas][slots] u32: routes by slot in a CTA's part of a long step
+  int64_t fc1_done = 0;     // [max_token_tiles][fc1_stride] u32: step that wrote that 64-row tile
+  int64_t fc2_done = 0;     // [max_token_tiles][fc2_stride] u32
+  int64_t sort_flags = 0;   // [kSortMeetings][kMaxCtas] u32: step in which that CTA has come
+  int64_t h = 0;            // [max_routes][I] BF16, in the order of `routes`
+  int64_t y = 0;            // [max_routes][H] BF16, by global route
   int64_t bytes = 0;
 
   int64_t max_routes = 0;
+  int64_t own_routes = 0;   // entries of a CTA's own list
   int32_t max_tokens = 0;   // T of the strides
   int32_t max_chunks = 0;   // of route_flags
   int64_t rank_routes = 0;  // T K of the strides
 };
 
-// Every CTA sorts the routes for itself; a copy each, for 132 of them that write the same words
-// slow each other down by 20 us at 1500 routes.
 inline constexpr int kMaxCtas = 144;  // SMs of the largest Hopper part
+
+// A step of up to so many routes is sorted by every CTA for itself, into a list of its own: 132
+// CTAs that write the same words slow each other down by 20 us at 1500 routes. A longer one is
+// sorted by all together, a part each, into one list. Alone a CTA takes 4 us for 1000 routes; to
+// meet twice and to add up what others counted should take 8 us (not measured). Here sharing costs
+// half.
+inline constexpr int kOwnSortRoutes = 4096;
+// A CTA has counted its part; it has placed it.
+inline constexpr int kSortMeetings = 2;
+
+// Entries of `routes` and `owners`: the list that CTAs share, then one of each CTA.
+EXPERTD_HD constexpr int64_t OwnListRoutes(int64_t max_routes) {
+  return max_routes < kOwnSortRoutes ? max_routes : kOwnSortRoutes;
+}
+EXPERTD_HD constexpr int64_t ListEntries(int64_t max_routes) {
+  return max_routes + kMaxCtas * OwnListRoutes(max_routes);
+}
 
 // 64-row tiles of one token tile, padded so that four flags are one 16-byte load.
 EXPERTD_HD constexpr int DoneStride(int rows) { return (rows / 64 + 3) / 4 * 4; }
@@ -111,6 +129,7 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
   const int64_t peers = shape.num_ranks - 1;
   const int64_t peer_tokens = peers * shape.max_tokens_per_rank;
   offsets.max_routes = routes;
+  offsets.own_routes = OwnListRoutes(routes);
   offsets.max_tokens = shape.max_tokens_per_rank;
   offsets.max_chunks = NumRouteChunks(shape.rank_routes());
   offsets.rank_routes = shape.rank_routes();
@@ -124,17 +143,20 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
                            2 * peer_tokens * shape.hidden * 2,
                            peer_tokens * NumPartialSlices(shape.hidden) * 4,
                            peer_tokens * shape.hidden * 4,
-                           routes * 4 * kMaxCtas,
-                           routes * kMaxCtas,
+                           ListEntries(routes) * 4,
+                           ListEntries(routes),
+                           int64_t{kMaxCtas} * shape.num_slots * 4,
                            tiles * DoneStride(2 * shape.intermediate) * 4,
                            tiles * DoneStride(shape.hidden) * 4,
+                           kSortMeetings * kMaxCtas * 4,
                            routes * shape.intermediate * 2,
                            routes * shape.hidden * 2};
   int64_t* const fields[] = {
-      &offsets.head,       &offsets.route_flags, &offsets.route_ids, &offsets.route_weights,
-      &offsets.route_rows, &offsets.token_flags, &offsets.tokens,    &offsets.partial_flags,
-      &offsets.partials,   &offsets.routes,      &offsets.owners,    &offsets.fc1_done,
-      &offsets.fc2_done,   &offsets.h,           &offsets.y};
+      &offsets.head,       &offsets.route_flags, &offsets.route_ids,  &offsets.route_weights,
+      &offsets.route_rows, &offsets.token_flags, &offsets.tokens,     &offsets.partial_flags,
+      &offsets.partials,   &offsets.routes,      &offsets.owners,     &offsets.sort_counts,
+      &offsets.fc1_done,   &offsets.fc2_done,    &offsets.sort_flags, &offsets.h,
+      &offsets.y};
   for (int i = 0; i < static_cast<int>(sizeof(sizes) / sizeof(sizes[0])); ++i) {
     *fields[i] = end;
     end = (end + sizes[i] + 255) / 256 * 256;

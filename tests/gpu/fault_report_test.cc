@@ -79,6 +79,15 @@ TEST(FaultReportTest, AWaitWithinARankIsItsOwnFaultAndComesBeforeWhoWaitedForIt)
   EXPECT_THAT(Text(status), StartsWith("rank 1 gave the step up: an FC2 tile waited"));
 }
 
+TEST(FaultReportTest, ACtaThatDoesNotComeToTheSortIsTheRanksOwnFaultAndNamed) {
+  const absl::Status status =
+      DescribeFailure({Fault(0, moe_layer::kWaitRoutes, 1), Fault(1, moe_layer::kWaitSort, 1)});
+  EXPECT_TRUE(absl::IsDeadlineExceeded(status));
+  EXPECT_THAT(Text(status), StartsWith("rank 1 gave the step up: the sort of the routes waited for "
+                                       "CTA 17 (kernel step 9, CTA 3, "));
+  EXPECT_THAT(Text(status), HasSubstr("; rank 1 did not answer in 500 ms: on rank 0 routing"));
+}
+
 TEST(FaultReportTest, OneRankIsNotNumbered) {
   const absl::Status stopped = DescribeFailure({Fault(0, moe_layer::kStopped, 0)});
   EXPECT_TRUE(absl::IsDeadlineExceeded(stopped));

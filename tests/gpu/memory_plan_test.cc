@@ -78,9 +78,11 @@ TEST(MemoryPlanTest, TheWindowGrowsWithTheRanksAndIsTheSameForAll) {
   EXPECT_EQ(shape.num_ranks, 2);
   const int64_t together = cuda::PlanMemory(question).workspace;
   EXPECT_EQ(together, layout::PlanWorkspace(shape).bytes);
-  // Twice the routes, and a peer's rows and partial rows.
+  // Twice the routes, but for the CTAs' own lists of short steps, and a peer's rows and partial
+  // rows.
   const int64_t rows = int64_t{1024} * 7168 * (2 * 2 + 4);
-  EXPECT_GT(together, 2 * alone + rows - alone / 100);
+  const int64_t own_lists = int64_t{layout::kMaxCtas} * layout::kOwnSortRoutes * 5;
+  EXPECT_GT(together, 2 * (alone - own_lists) + rows);
   EXPECT_LT(together, 2 * alone + 2 * rows);
 }
 

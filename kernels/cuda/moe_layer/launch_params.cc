@@ -11,7 +11,10 @@ MoeLayerParams CompleteParams(MoeLayerParams params, layout::WeightFormat format
   params.local.head = reinterpret_cast<layout::WorkspaceHead*>(base + offsets.head);
   params.local.routes = reinterpret_cast<uint32_t*>(base + offsets.routes);
   params.local.owners = reinterpret_cast<uint8_t*>(base + offsets.owners);
+  params.local.sort_counts = reinterpret_cast<uint32_t*>(base + offsets.sort_counts);
+  params.local.sort_flags = reinterpret_cast<uint32_t*>(base + offsets.sort_flags);
   params.local.max_routes = offsets.max_routes;
+  params.local.own_routes = offsets.own_routes;
   params.local.fc1_done = reinterpret_cast<uint32_t*>(base + offsets.fc1_done);
   params.local.fc2_done = reinterpret_cast<uint32_t*>(base + offsets.fc2_done);
   params.local.h = reinterpret_cast<uint16_t*>(base + offsets.h);

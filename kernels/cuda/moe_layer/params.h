@@ -31,6 +31,7 @@ enum FaultCode : uint32_t {
   kWaitRoutes = 5,    // routing waited for a peer's ids; tile: chunk
   kWaitTokens = 6,    // an FC1 tile waited for a peer's rows; tile: token of the peer
   kWaitPartials = 7,  // combine waited for a peer's partial row; tile: token of this rank
+  kWaitSort = 8,      // the sort of a long step waited for another CTA; tile: that CTA
 };
 
 // For tests: the role that does this never does it, so that whoever waits for it must give up.
@@ -41,20 +42,25 @@ enum StallPoint : int32_t {
   kStallFc1 = 3,       // nobody announces FC1 tiles
   kStallFc2 = 4,       // nobody announces FC2 tiles
   kStallPartials = 5,  // combine returns no partial rows
+  kStallCount = 6,     // CTA 0 comes to no meeting of the sort
+  kStallPlace = 7,     // CTA 0 does not come to the last one
 };
 
 // The regions of this rank's workspace that only it touches (layout::WorkspaceOffsets), as Launch
 // finds them.
 struct LocalMemory {
   layout::WorkspaceHead* head = nullptr;
-  uint32_t* routes = nullptr;  // one copy a CTA
+  uint32_t* routes = nullptr;  // layout::ListEntries
   uint8_t* owners = nullptr;   // likewise
+  uint32_t* sort_counts = nullptr;
+  uint32_t* sort_flags = nullptr;
   uint32_t* fc1_done = nullptr;
   uint32_t* fc2_done = nullptr;
   uint16_t* h = nullptr;
   uint16_t* y = nullptr;
   const uint16_t* peer_tokens = nullptr;  // [P][max_tokens][H], what peers send in this step
   int64_t max_routes = 0;
+  int64_t own_routes = 0;
   int32_t fc1_done_stride = 0;
   int32_t fc2_done_stride = 0;
 };
@@ -103,6 +109,8 @@ struct MoeLayerParams {
   uint32_t token_stage_bytes = 0;  // shared memory, set by Launch: see shared_memory.cuh
   uint32_t weights_offset = 0;
   uint32_t tables_offset = 0;
+  // Most routes of a step that every CTA sorts for itself; tests have fewer.
+  int32_t own_sort_routes = layout::kOwnSortRoutes;
 
   // control, host-mapped
   const uint32_t* stop = nullptr;  // non-zero: end soon

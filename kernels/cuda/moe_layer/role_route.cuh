@@ -3,14 +3,18 @@
 #include "kernels/cuda/moe_layer/exchange.cuh"
 #include "kernels/cuda/moe_layer/role_dispatch.cuh"
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
+#include "kernels/cuda/moe_layer/shared_sort.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 
-// Routing, by all warps of every CTA for itself: a stable counting sort of the step's routes, those
-// of all ranks' tokens, by expert slot of this rank. Every CTA finds the same order, so no CTA
-// waits for another; with several ranks it waits for their ids. The sorted list goes to the CTA's
-// copy in the workspace; the tables of a slot's first route and first token tile stay in shared
-// memory.
+// Routing, by all warps: a stable counting sort of the step's routes, those of all ranks' tokens,
+// by expert slot of this rank. A short step is sorted by every CTA for itself, into its own list in
+// the workspace: every CTA finds the same order, so no CTA waits for another. Of a long step each
+// CTA sorts a part, and the CTAs meet (shared_sort.cuh); the list that they share holds the same.
+// With several ranks a CTA waits for the peers' ids before. The tables of a slot's first route and
+// first token tile stay in shared memory.
 namespace expertd::cuda::moe_layer {
+
+static __device__ __noinline__ void sort_together(const MoeLayerParams& params, int warp, int lane);
 
 struct RouteSorter {
   static constexpr uint16_t kNowhere = 0xffff;     // global slots are below 32 * 1024
@@ -20,8 +24,14 @@ struct RouteSorter {
   // In the ring's memory:
   uint32_t* counts;  // [kWarps][num_slots]
   uint16_t* table;   // [E] global slot or kReplicated
-  uint16_t* cache;   // global slot or kNowhere by route, for the first `cached` of them
+  uint16_t* cache;   // global slot or kNowhere by route, for the first `cached` of a part
   int cached;
+
+  // The routes that this CTA sorts: all, or its part.
+  struct Part {
+    int begin;
+    int end;
+  };
 
   __device__ __forceinline__ explicit RouteSorter(const MoeLayerParams& p) : params(p) {
     counts = reinterpret_cast<uint32_t*>(ptx::dynamic_shared_memory() + kStateBytes);
@@ -77,42 +87,48 @@ struct RouteSorter {
     });
   }
 
-  __device__ __forceinline__ int chunk_begin(int warp) const {
+  // A part is a multiple of a warp's width; the last CTAs may have none.
+  __device__ __forceinline__ Part part_of_cta() const {
     const int routes = num_routes();
+    const int width = static_cast<int>(gridDim.x) * 32;
+    const int length = (routes + width - 1) / width * 32;
+    const int begin = min(static_cast<int>(blockIdx.x) * length, routes);
+    return {begin, min(begin + length, routes)};
+  }
+
+  __device__ __forceinline__ int chunk_begin(const Part& part, int warp) const {
+    const int routes = part.end - part.begin;
     const int chunk = (routes + kWarps * 32 - 1) / (kWarps * 32) * 32;
-    return min(warp * chunk, routes);
+    return part.begin + min(warp * chunk, routes);
   }
 
-  // Looks routes up in parallel, as many as there is room for. `expert`: of this rank's route
-  // `thread`, loaded while the table was.
-  __device__ __forceinline__ void fill_cache(int thread, int expert) const {
-    const int routes = min(num_routes(), cached);
+  // Looks routes up in parallel, as many as there is room for; `begin` is the thread's first one,
+  // counted from the part's. kAtOnce: it looks up so many.
+  template <int kAtOnce>
+  __device__ __forceinline__ void fill_cache(const Part& part, int begin) const {
+    const int routes = min(part.end - part.begin, cached);
     int source = 0;
-    int begin = thread;
-    if (params.peers.num_ranks == 1) {
-      if (thread < routes) cache[thread] = own_slot(thread, expert);
-      begin += kThreads;
-    }
-#pragma unroll 4
-    for (int route = begin; route < routes; route += kThreads) {
-      cache[route] = slot_of(route, source);
+#pragma unroll kAtOnce
+    for (int i = begin; i < routes; i += kThreads) {
+      cache[i] = slot_of(part.begin + i, source);
     }
   }
 
-  __device__ __forceinline__ uint16_t cached_slot(int route, int& source) const {
-    return route < cached ? cache[route] : slot_of(route, source);
+  __device__ __forceinline__ uint16_t cached_slot(const Part& part, int route, int& source) const {
+    const int i = route - part.begin;
+    return i < cached ? cache[i] : slot_of(route, source);
   }
 
   // Counts of each warp's run of routes.
-  __device__ __forceinline__ void count(int warp, int lane) const {
+  __device__ __forceinline__ void count(const Part& part, int warp, int lane) const {
     uint32_t* mine = counts + warp * params.num_slots;
     for (int i = lane; i < params.num_slots; i += 32) mine[i] = 0;
     __syncwarp();
     int source = 0;
-    const int end = chunk_begin(warp + 1);
-    for (int base = chunk_begin(warp); base < end; base += 32) {
+    const int end = chunk_begin(part, warp + 1);
+    for (int base = chunk_begin(part, warp); base < end; base += 32) {
       const int route = base + lane;
-      const int slot = route < end ? local_slot(cached_slot(route, source)) : -1;
+      const int slot = route < end ? local_slot(cached_slot(part, route, source)) : -1;
       const uint32_t same = __match_any_sync(0xffffffffu, slot);
       if (slot >= 0 && lane == __ffs(same) - 1) mine[slot] += __popc(same);
       __syncwarp();
@@ -169,14 +185,22 @@ struct RouteSorter {
     }
   }
 
+  // What CTAs before this one have in each slot comes before its own.
+  __device__ __forceinline__ void rank_ctas(int warp, int lane) const {
+    uint32_t* mine = counts + warp * params.num_slots;
+    for (int slot = lane; slot < params.num_slots; slot += 32) {
+      mine[slot] += tile_begin(params)[slot + 1];
+    }
+  }
+
   // Writes each route's place.
-  __device__ __forceinline__ void place(int warp, int lane) const {
+  __device__ __forceinline__ void place(const Part& part, int warp, int lane) const {
     uint32_t* mine = counts + warp * params.num_slots;
     int source = 0;
-    const int end = chunk_begin(warp + 1);
-    for (int base = chunk_begin(warp); base < end; base += 32) {
+    const int end = chunk_begin(part, warp + 1);
+    for (int base = chunk_begin(part, warp); base < end; base += 32) {
       const int route = base + lane;
-      const uint16_t global_slot = route < end ? cached_slot(route, source) : kNowhere;
+      const uint16_t global_slot = route < end ? cached_slot(part, route, source) : kNowhere;
       const int slot = local_slot(global_slot);
       const uint32_t same = __match_any_sync(0xffffffffu, slot);
       if (slot >= 0) {
@@ -260,18 +284,53 @@ struct RouteSorter {
       });
     }
     find_sources(warp, lane);
-    fill_cache(thread, expert);
+    if (num_routes() > params.own_sort_routes) return sort_together(params, warp, lane);
+    const Part all = {0, num_routes()};
+    if (thread == 0) {
+      shared_state().list_begin = params.local.max_routes + blockIdx.x * params.local.own_routes;
+    }
+    if (alone && thread < min(all.end, cached)) cache[thread] = own_slot(thread, expert);
+    fill_cache<4>(all, alone ? thread + kThreads : thread);
     __syncthreads();
-    count(warp, lane);
+    count(all, warp, lane);
     __syncthreads();
     rank_warps(thread);
     __syncthreads();
     if (warp == 0) make_tables(lane);
     __syncthreads();
-    place(warp, lane);
+    place(all, warp, lane);
     __syncthreads();
   }
+
+  // The rest of a long step's sort, when the sources are known.
+  __device__ __forceinline__ void sort_part(int warp, int lane) const {
+    const SharedSort together{params, Waiter{params}, warp, lane};
+    const int thread = warp * 32 + lane;
+    Part part = part_of_cta();
+    if (thread == 0) shared_state().list_begin = 0;
+    fill_cache<1>(part, thread);
+    __syncthreads();
+    count(part, warp, lane);
+    __syncthreads();
+    rank_warps(thread);
+    if (together.add_up()) {
+      rank_ctas(warp, lane);
+      __syncthreads();
+    } else {
+      part.end = part.begin;  // the tables will say that there is nothing to do
+    }
+    if (warp == 0) make_tables(lane);
+    __syncthreads();
+    place(part, warp, lane);
+    (void)together.meet(SharedSort::kPlaced);
+  }
 };
+
+// Apart: code that a launch does not run, but that lies in the way of what it does, costs it time.
+static __device__ __noinline__ void sort_together(const MoeLayerParams& params, int warp,
+                                                  int lane) {
+  RouteSorter(params).sort_part(warp, lane);
+}
 
 // Not inlined: inside the kernel its branches cost the compiler the proof that the multiplying
 // loop's values are the same in a whole warp.

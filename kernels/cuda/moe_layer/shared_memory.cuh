@@ -46,6 +46,7 @@ struct SharedState {
   uint64_t tile_empty[kTileSlots];   // slot free: kTokenWarps arrivals + 1 of the announcing warp
   uint32_t gave_up;                  // FaultCode of the CTA's first failed wait
   Sources sources;
+  int64_t list_begin;  // of the step's list of routes, among layout::ListEntries
   Schedule schedule;
   TileSlot tiles[kTileSlots];
 };
@@ -108,12 +109,13 @@ __device__ __forceinline__ uint32_t* tile_begin(const MoeLayerParams& params) {
   return route_begin(params) + params.num_slots + 1;
 }
 
-// This CTA's copies, in the workspace: routes by slot; 1 + the rank that computes a route, or 0.
+// In the workspace, this CTA's own of a short step or the one that the rank's CTAs share: routes by
+// slot; 1 + the rank that computes a route, or 0.
 __device__ __forceinline__ uint32_t* sorted_routes(const MoeLayerParams& params) {
-  return params.local.routes + blockIdx.x * params.local.max_routes;
+  return params.local.routes + shared_state().list_begin;
 }
 __device__ __forceinline__ uint8_t* route_owners(const MoeLayerParams& params) {
-  return params.local.owners + blockIdx.x * params.local.max_routes;
+  return params.local.owners + shared_state().list_begin;
 }
 
 __device__ __forceinline__ int num_stages_of(const TileSlot& tile) {

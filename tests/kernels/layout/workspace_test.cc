@@ -1,5 +1,6 @@
 #include "kernels/layout/workspace.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <set>
 #include <vector>
@@ -37,6 +38,7 @@ std::vector<Region> Regions(const WorkspaceShape& shape) {
   const int64_t pairs = tokens * shape.max_top_k;
   const int64_t all_pairs = pairs * shape.num_ranks;
   const int64_t tiles = shape.max_token_tiles();
+  const int64_t entries = all_pairs + kMaxCtas * o.own_routes;
   const int64_t fc1_stride = DoneStride(2 * shape.intermediate);
   const int64_t fc2_stride = DoneStride(shape.hidden);
   return {{"head", o.head, int64_t{sizeof(WorkspaceHead)}},
@@ -48,10 +50,12 @@ std::vector<Region> Regions(const WorkspaceShape& shape) {
           {"tokens", o.tokens, 2 * peers * tokens * shape.hidden * 2},
           {"partial_flags", o.partial_flags, peers * tokens * NumPartialSlices(shape.hidden) * 4},
           {"partials", o.partials, peers * tokens * shape.hidden * 4},
-          {"routes", o.routes, kMaxCtas * all_pairs * 4},
-          {"owners", o.owners, kMaxCtas * all_pairs},
+          {"routes", o.routes, entries * 4},
+          {"owners", o.owners, entries},
+          {"sort_counts", o.sort_counts, int64_t{kMaxCtas} * shape.num_slots * 4},
           {"fc1_done", o.fc1_done, tiles * fc1_stride * 4},
           {"fc2_done", o.fc2_done, tiles * fc2_stride * 4},
+          {"sort_flags", o.sort_flags, 2 * kMaxCtas * 4},
           {"h", o.h, all_pairs * shape.intermediate * 2},
           {"y", o.y, all_pairs * shape.hidden * 2},
           {"end", o.bytes, 0}};
@@ -82,6 +86,20 @@ TEST(Workspace, TheLargestOfAllCountsInSixtyFourBitsAndNumbersItsRoutesInThirtyT
   const std::vector<Region> regions = Regions(shape);
   for (size_t i = 0; i + 1 < regions.size(); ++i) {
     ASSERT_LE(regions[i].begin + regions[i].bytes, regions[i + 1].begin) << regions[i].name;
+  }
+}
+
+// Where a step of so many routes is sorted by each CTA, each has room for it.
+TEST(Workspace, OnlyShortStepsHaveAListForEachCta) {
+  for (const int num_ranks : kRanks) {
+    for (const int tokens : {1, 7, 682, 683, 8192}) {
+      const WorkspaceShape shape = ProShape(num_ranks, tokens);
+      const WorkspaceOffsets offsets = PlanWorkspace(shape);
+      EXPECT_EQ(offsets.own_routes, std::min<int64_t>(shape.max_routes(), kOwnSortRoutes));
+      EXPECT_LE(offsets.fc1_done - offsets.routes,
+                (shape.max_routes() + kMaxCtas * kOwnSortRoutes) * 5 +
+                    kMaxCtas * shape.num_slots * 4 + 3 * 256);
+    }
   }
 }
 

@@ -116,6 +116,16 @@ RankLayer::~RankLayer() = default;
 const moe_layer::FaultRecord& RankLayer::fault(int rank) const { return ranks_[rank]->fault; }
 void RankLayer::Stop(int rank) { ranks_[rank]->stop = 1; }
 
+const uint32_t* RankLayer::routes(int rank, int list) const {
+  const int64_t begin = list < 0 ? 0 : offsets_.max_routes + list * offsets_.own_routes;
+  return reinterpret_cast<uint32_t*>(windows_ + rank * offsets_.bytes + offsets_.routes) + begin;
+}
+
+const uint8_t* RankLayer::owners(int rank, int list) const {
+  const int64_t begin = list < 0 ? 0 : offsets_.max_routes + list * offsets_.own_routes;
+  return reinterpret_cast<uint8_t*>(windows_ + rank * offsets_.bytes + offsets_.owners) + begin;
+}
+
 moe_layer::MoeLayerParams RankLayer::ParamsOf(int rank, const testing::HostBatch& batch,
                                               float* output) {
   Rank& mine = *ranks_[rank];
@@ -145,6 +155,7 @@ moe_layer::MoeLayerParams RankLayer::ParamsOf(int rank, const testing::HostBatch
   params.stop = &mine.stop;
   params.fault = &mine.fault;
   params.timeout_ns = options_.timeout_ns;
+  params.own_sort_routes = options_.own_sort_routes;
   if (rank == options_.stalled_rank) params.stall = options_.stall;
   return params;
 }

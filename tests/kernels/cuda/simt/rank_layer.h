@@ -25,6 +25,7 @@ class RankLayer {
     int stalled_rank = -1;
     cuda::moe_layer::StallPoint stall = cuda::moe_layer::kStallNowhere;
     uint64_t seed = 1;
+    int own_sort_routes = layout::kOwnSortRoutes;  // at most; -1: the CTAs always share the sort
   };
   using Batches = std::vector<testing::HostBatch>;  // by rank
 
@@ -38,6 +39,10 @@ class RankLayer {
   const std::string& error() const { return error_; }
   const cuda::moe_layer::FaultRecord& fault(int rank) const;
   void Stop(int rank);
+
+  // Of the last step: the list that the rank's CTAs share (-1) or that of one of them.
+  const uint32_t* routes(int rank, int list) const;
+  const uint8_t* owners(int rank, int list) const;
 
  private:
   struct Rank;
