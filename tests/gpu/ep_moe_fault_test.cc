@@ -42,7 +42,11 @@ const Stall kStalls[] = {
     {"Tokens", cuda::moe_layer::kStallTokens, cuda::moe_layer::kWaitTokens, 0},
     {"Fc1", cuda::moe_layer::kStallFc1, cuda::moe_layer::kWaitPartials, cuda::moe_layer::kWaitFc1},
     {"Fc2", cuda::moe_layer::kStallFc2, cuda::moe_layer::kWaitPartials, cuda::moe_layer::kWaitFc2},
-    {"Partials", cuda::moe_layer::kStallPartials, cuda::moe_layer::kWaitPartials, 0}};
+    {"Partials", cuda::moe_layer::kStallPartials, cuda::moe_layer::kWaitPartials, 0},
+    {"Count", cuda::moe_layer::kStallCount, cuda::moe_layer::kWaitPartials,
+     cuda::moe_layer::kWaitSort},
+    {"Place", cuda::moe_layer::kStallPlace, cuda::moe_layer::kWaitPartials,
+     cuda::moe_layer::kWaitSort}};
 void PrintTo(const Stall& stall, std::ostream* out) { *out << stall.name; }
 
 constexpr int32_t kExperts = 16;
@@ -63,14 +67,15 @@ HostBatch EveryoneNeedsEveryone(const LayerSpec& spec, int32_t tokens, uint64_t 
 
 // Layer, ranks and a step whose answer is known.
 struct Scene {
-  Scene(const EpSite& site)
+  explicit Scene(const EpSite& site, int32_t own_sort_routes = layout::kOwnSortRoutes)
       : host(testing::MakeRandomLayer({.hidden_size = kHidden,
                                        .intermediate_size = kIntermediate,
                                        .num_experts = kExperts,
                                        .top_k = kTopK},
                                       81)),
-        group(testing::MakeGroup(site, host, testing::PlacementFor(kExperts, site.num_ranks),
-                                 {kTokens, kTopK})) {
+        group(testing::MakeGroup(
+            site, host, testing::PlacementFor(kExperts, site.num_ranks),
+            {.max_tokens = kTokens, .max_top_k = kTopK, .own_sort_routes = own_sort_routes})) {
     for (int rank = 0; rank < site.num_ranks; ++rank) {
       batches.push_back(EveryoneNeedsEveryone(host.spec, kTokens, 82 + rank));
     }
@@ -126,7 +131,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, EpMoeStallTest,
 
 TEST_P(EpMoeStallTest, OfOneRankEndsEveryKernelWithARecordAndTheNextStepIsRight) {
   const auto& [stall, site] = GetParam();
-  Scene scene(site);
+  Scene scene(site, stall.own_code == cuda::moe_layer::kWaitSort ? -1 : layout::kOwnSortRoutes);
   ASSERT_NE(scene.group, nullptr);
   for (const int stalled : {0, site.num_ranks - 1}) {
     const RankGroup::Disturbed result = scene.group->RunDisturbed(

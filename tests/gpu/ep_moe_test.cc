@@ -164,6 +164,26 @@ TEST_P(EpMoeTest, ManyTokensOfManyChunksOfRoutesAgreeWithThePlainPath) {
   }
 }
 
+TEST_P(EpMoeTest, CtasThatShareTheSortFindTheOrderThatEachFindsAlone) {
+  const HostLayer host = testing::MakeRandomLayer(Spec(512, 256, 40, 4), 48);
+  const Placement placement = PlacementFor(40, num_ranks(), 8);
+  const auto alone = MakeGroup(GetParam(), host, placement, {.max_tokens = 100, .max_top_k = 4});
+  const auto together = MakeGroup(GetParam(), host, placement,
+                                  {.max_tokens = 100, .max_top_k = 4, .own_sort_routes = -1});
+  ASSERT_NE(alone, nullptr);
+  ASSERT_NE(together, nullptr);
+  for (const Routing routing : {Routing::kUniform, Routing::kOneExpert, Routing::kMasked}) {
+    for (const std::vector<int32_t>& mix : testing::TokenMixes(num_ranks(), 100)) {
+      const HostBatch batch = testing::MakeRandomBatch(host.spec, Sum(mix), 4, routing, 49);
+      const auto split = SplitRows(batch, 512, mix);
+      EXPECT_EQ(testing::FirstDifference(Joined(together->Run(split)), Joined(alone->Run(split))),
+                -1)
+          << testing::RoutingName(routing) << ", " << Describe(mix);
+      if (HasFailure()) return;
+    }
+  }
+}
+
 TEST_P(EpMoeTest, ALastRankWithFewerExpertsAndOnesWithNoneAgreeWithThePlainPath) {
   for (const int32_t experts : {1, num_ranks() - 1, 13, 8 * num_ranks() - 3}) {
     const int32_t top_k = std::min(4, experts);

@@ -191,6 +191,7 @@ MoeLayerParams RankGroup::Params(int rank) const {
   params.peers = site_->peers(rank);
   params.partials_bf16 = options_.partials_bf16;
   params.workspace = layout::PlanWorkspace(shape_);
+  params.own_sort_routes = options_.own_sort_routes;
   auto* control = static_cast<Control*>(mine.control.device_data());
   params.stop = &control->stop;
   params.fault = &control->fault;

@@ -34,6 +34,7 @@ class RankGroup {
     bool partials_bf16 = false;
     // The launch configuration follows the rank's own T instead of the largest of the step.
     bool config_of_own_tokens = false;
+    int32_t own_sort_routes = layout::kOwnSortRoutes;  // at most; -1: CTAs always share the sort
   };
 
   // What is done to a step so that it cannot end normally.
