@@ -45,7 +45,7 @@ struct WorkspaceHead {
 // A peer's ids, weights and row numbers come in chunks of so many routes, each with its own flag.
 inline constexpr int kRouteChunk = 2048;
 // Columns of a partial row that one flag covers.
-inline constexpr int kPartialColumns = 512;
+inline constexpr int kPartialColumns = 256;
 
 EXPERTD_HD constexpr int NumRouteChunks(int64_t routes) {
   const int64_t chunks = (routes + kRouteChunk - 1) / kRouteChunk;

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp >= kExpertWarps) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == kWarps - 1) {
-      AnnounceRole(params, lane).run();
+      announce_tiles(params, lane);
     } else if (warp > kExpertWarps) {
       TokenRole(params, warp - kExpertWarps - 1, lane).run();
     } else if (claims) {

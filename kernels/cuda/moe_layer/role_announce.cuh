@@ -1,23 +1,26 @@
 #pragma once
 
 #include "kernels/cuda/moe_layer/role_dispatch.cuh"
+#include "kernels/cuda/moe_layer/role_return.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 
 // One warp tells the other CTAs that a tile's results are there: when all multiplying warps have
 // stored theirs, one fence for all of them (it covers what this warp has observed) and a flag for
 // each 64-row tile. The multiplying warps never wait for their own stores. While a tile is being
-// computed the warp sends tokens to peers, if this step leaves that to it.
+// computed the warp talks to the peers, if this step leaves that to it: first it sends tokens, then
+// it returns partial rows.
 namespace expertd::cuda::moe_layer {
 
 struct AnnounceRole {
   const MoeLayerParams& params;
   Waiter waiter;
   int lane;
-  TokenSender tokens;
   PipelineState slot;
+  bool list_ended = false;
+  bool described = false;  // the next tile is, and its results are waited for
 
   __device__ __forceinline__ AnnounceRole(const MoeLayerParams& p, int announce_lane)
-      : params(p), waiter{p}, lane(announce_lane), tokens(p, announce_lane) {}
+      : params(p), waiter{p}, lane(announce_lane) {}
 
   __device__ __forceinline__ uint32_t* flags_of(const Tile& tile) const {
     return tile.phase == Phase::kFc1
@@ -42,28 +45,68 @@ struct AnnounceRole {
     slot.advance(kTileSlots);
   }
 
-  // As long as there are tokens to send, barriers are only looked at in between.
-  __device__ __forceinline__ void run() {
-    bool list_ended = false;
-    bool described = false;  // the next tile is, and its results are waited for
-    while (!list_ended || !tokens.done) {
-      const uint32_t barrier =
-          described ? tile_done_barrier(slot.index) : tile_full_barrier(slot.index);
-      if (tokens.done) {
-        waiter.wait(barrier, slot.phase);
-      } else if (list_ended ||
-                 !__all_sync(0xffffffffu, ptx::mbarrier_test_wait(barrier, slot.phase))) {
-        tokens.send_next();
-        continue;
-      }
-      if (described) {
-        announce();
-      } else {
-        list_ended = shared_state().tiles[slot.index].rows < 0;
-      }
-      described = !described && !list_ended;
+  __device__ __forceinline__ uint32_t next_barrier() const {
+    return described ? tile_done_barrier(slot.index) : tile_full_barrier(slot.index);
+  }
+  // next_barrier() has been passed.
+  __device__ __forceinline__ void go_on() {
+    if (described) {
+      announce();
+    } else {
+      list_ended = shared_state().tiles[slot.index].rows < 0;
+    }
+    described = !described && !list_ended;
+  }
+  __device__ __forceinline__ bool try_go_on() {
+    if (list_ended) return false;
+    if (!__all_sync(0xffffffffu, ptx::mbarrier_test_wait(next_barrier(), slot.phase))) return false;
+    go_on();
+    return true;
+  }
+
+  // Every token goes out, whatever happens to the list.
+  __device__ __forceinline__ void send_tokens() {
+    TokenSender tokens(params, lane);
+    while (!tokens.done) {
+      if (!try_go_on()) tokens.step();
     }
   }
+
+  // Until the list ends; a row that was begun is finished behind the barrier with which combine
+  // begins.
+  __device__ __forceinline__ void return_partials() {
+    PartialSender partials(params, lane);
+    bool joined = false;
+    for (;;) {
+      if (list_ended && !joined) {
+        __syncwarp();
+        ptx::barrier_sync<kCombineBarrier>(kCombiningThreads);
+        joined = true;
+      }
+      if (try_go_on()) continue;
+      if (partials.home >= 0) {
+        partials.continue_token();
+      } else if (joined) {
+        break;
+      } else if (partials.active && !waiter.gave_up()) {
+        partials.begin_token();
+      } else if (!list_ended) {
+        waiter.wait(next_barrier(), slot.phase);
+        go_on();
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    send_tokens();
+    return_partials();
+  }
 };
+
+// Not inlined, so that the compiler sees the multiplying loop alone. It keeps to the registers that
+// its warps have left.
+static __device__ __noinline__ void announce_tiles(const MoeLayerParams& params, int lane) {
+  AnnounceRole(params, lane).run();
+}
 
 }  // namespace expertd::cuda::moe_layer

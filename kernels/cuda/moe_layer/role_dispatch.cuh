@@ -18,6 +18,15 @@ __device__ __forceinline__ bool sends_few(const MoeLayerParams& params) {
   return params.num_tokens <= kFewTokens * static_cast<int>(gridDim.x);
 }
 
+// A fence at system scope waits until every store of the SM has been acknowledged, on a busy link
+// tens of microseconds. Who has other work to do stores, does that, and fences so much later for
+// each row of 14 KB that the stores are likely to have arrived.
+inline constexpr uint64_t kSettleNs = 2000;
+// Time may differ from lane to lane; the whole warp goes by lane 0's.
+__device__ __forceinline__ bool has_settled(uint64_t at_ns) {
+  return __shfl_sync(0xffffffffu, static_cast<int>(ptx::globaltimer_ns() >= at_ns), 0) != 0;
+}
+
 // Chunks go to the last CTAs first: the first ones have tokens to send.
 __device__ __forceinline__ void send_routes(const MoeLayerParams& params, int thread) {
   if (params.stall == kStallRoutes) return;
@@ -115,8 +124,7 @@ __device__ __forceinline__ void send_few(const MoeLayerParams& params, int warp,
 
 // CTA c sends tokens c, c + grid, ..., a row at a time. Of a window of them the next is the one
 // whose lowest slot on a peer is lowest: peers compute slot after slot, and so each slot's tokens
-// are complete about when its turn comes. A fence at system scope waits for every store of the SM
-// on its way, so later rows share one.
+// are complete about when its turn comes.
 struct TokenSender {
   static constexpr int kLaneTokens = 4;
   static constexpr int kWindow = 32 * kLaneTokens;
@@ -125,9 +133,13 @@ struct TokenSender {
 
   const MoeLayerParams& params;
   int lane;
-  int window = 0;  // index of its first token among the CTA's
-  bool done = false;
-  int batch = 1;  // rows before the next fence
+  bool done;
+  int window = 0;          // index of its first token among the CTA's
+  int batch = 1;           // rows before the next fence
+  int num_stored = 0;      // of them, those that are stored
+  uint32_t stored = 0;     // their indices in the window, a byte each
+  bool all_taken = false;  // of the window
+  uint64_t settled_at_ns = 0;
   uint32_t keys[kLaneTokens];
   uint32_t masks[kLaneTokens];
 
@@ -147,7 +159,7 @@ struct TokenSender {
       masks[i] = 0;
       const int token = token_at(window + i * 32 + lane);
       if (token >= params.num_tokens) continue;
-#pragma unroll 1
+#pragma unroll 2
       for (int k = 0; k < params.top_k; ++k) {
         const int expert = params.ids[token * params.top_k + k];
         if (expert < 0) continue;
@@ -186,30 +198,44 @@ struct TokenSender {
     return __shfl_sync(0xffffffffu, mask, index % 32);
   }
 
-  // By the whole warp, unless it is done: a few rows.
-  __device__ __forceinline__ void send_next() {
-    uint32_t sent = 0;  // their indices, a byte each
-    int count = 0;
-#pragma unroll 1
-    for (; count < batch; ++count) {
+  // By the whole warp, unless it is done, between looks at what else there is to do: stores a row,
+  // or flags a batch of them once it has had the time to arrive (kSettleNs), or does nothing.
+  __device__ __forceinline__ void step() {
+    if (num_stored < batch && !all_taken) {
       const int index = take_next();
-      if (index < 0) break;
-      send_row<7>(params, token_at(window + index), mask_of(index), lane, 32);
-      sent |= static_cast<uint32_t>(index) << (8 * count);
+      all_taken = index < 0;
+      if (!all_taken) store(index);
+      return;
     }
+    if (num_stored > 0) {
+      if (!has_settled(settled_at_ns)) return;
+      flag();
+    }
+    if (all_taken) next_window();
+  }
+
+  __device__ __forceinline__ void store(int index) {
+    send_row<7>(params, token_at(window + index), mask_of(index), lane, 32);
+    stored |= static_cast<uint32_t>(index) << (8 * num_stored);
+    ++num_stored;
+    settled_at_ns = ptx::globaltimer_ns() + num_stored * kSettleNs;
+  }
+
+  __device__ __forceinline__ void flag() {
     __syncwarp();
-    if (count > 0) ptx::fence_acq_rel_sys();
+    ptx::fence_acq_rel_sys();
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      const int index = static_cast<int>(sent >> (8 * i) & 0xffu);
+    for (; num_stored > 0; --num_stored) {
+      const int index = static_cast<int>(stored & 0xffu);
       flag_row(params, token_at(window + index), mask_of(index), lane);
+      stored >>= 8;
     }
-    if (count < batch) next_window();
     batch = min(2 * batch, kRowsAtOnce);
   }
 
   __device__ __forceinline__ void next_window() {
     window += kWindow;
+    all_taken = false;
     done = token_at(window) >= params.num_tokens;
     if (!done) look_up();
     if (done && lane == 0) mark(params, kMarkSent);

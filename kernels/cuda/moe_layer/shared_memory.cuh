@@ -48,6 +48,7 @@ struct SharedState {
   Sources sources;
   int64_t list_begin;  // of the step's list of routes, among layout::ListEntries
   Schedule schedule;
+  uint16_t return_keys[kMaxReturnKeys];  // see role_return.cuh
   TileSlot tiles[kTileSlots];
 };
 static_assert(sizeof(SharedState) <= kStateBytes, "the ring starts behind the state");

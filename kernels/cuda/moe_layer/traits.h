@@ -26,8 +26,10 @@ static_assert(kExpertRegisters * kExpertWarps + kProducerRegisters * (kWarps - k
               "the increase waits for ever if it asks for more than the decrease gives");
 
 // Named barrier of the hardware (0 is __syncthreads).
-inline constexpr int kCombineBarrier = 1;  // warps that combine: the outputs are there
-inline constexpr int kReturnBarrier = 2;   // warps that combine: a round's partial rows are stored
+// Warps that combine and the announcing one: the outputs are there, and what was returned early.
+inline constexpr int kCombineBarrier = 1;
+inline constexpr int kCombiningThreads = (kExpertWarps + 1) * 32;
+inline constexpr int kReturnBarrier = 2;  // warps that combine: a round's partial rows are stored
 
 // A stage of the two rings: 256 of K, for up to 256 weight rows and for the tokens of a tile.
 inline constexpr int kStageUnits = 2;
@@ -45,8 +47,9 @@ constexpr int VariantFor(int token_tile) {
   while (variant + 1 < kNumVariants && kVariantTokens[variant] < token_tile) ++variant;
   return variant;
 }
-inline constexpr int kTileSlots = 3;      // tiles between the claiming warp and the last consumer
-inline constexpr int kStateBytes = 3072;  // barriers and tiles at the head of shared memory
+inline constexpr int kTileSlots = 3;        // tiles between the claiming warp and the last consumer
+inline constexpr int kStateBytes = 3072;    // barriers and tiles at the head of shared memory
+inline constexpr int kMaxReturnKeys = 480;  // tokens of peers that a CTA may return before combine
 inline constexpr int kMaxSlots =
     1024;  // expert slots of a rank: two tables of them lie in shared memory
 

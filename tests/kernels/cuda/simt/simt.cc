@@ -1,5 +1,6 @@
 #include "tests/kernels/cuda/simt/simt.h"
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -27,7 +28,8 @@ struct Cta;
 struct Warp;
 
 struct Fiber {
-  ucontext_t context = {};
+  ucontext_t context = {};  // starts it; later switches are jumps, which make no system call
+  jmp_buf jump;
   std::unique_ptr<uint8_t[]> stack;  // not cleared: most of it is never touched
   Cta* cta = nullptr;
   Warp* warp = nullptr;
@@ -111,10 +113,10 @@ class Scheduler {
     void* fake_stack = nullptr;
     __sanitizer_start_switch_fiber(fiber->finished ? nullptr : &fake_stack, main_stack_,
                                    main_stack_bytes_);
-#endif
-    swapcontext(&fiber->context, &main_);
-#if defined(__SANITIZE_ADDRESS__)
+    swapcontext(&fiber->context, &main_context_);
     __sanitizer_finish_switch_fiber(fake_stack, &main_stack_, &main_stack_bytes_);
+#else
+    if (_setjmp(fiber->jump) == 0) _longjmp(main_jump_, 1);
 #endif
   }
 
@@ -189,7 +191,8 @@ class Scheduler {
   }
 
   void Resume(Fiber& fiber) {
-    if (fiber.stack == nullptr) {
+    [[maybe_unused]] const bool starts = fiber.stack == nullptr;
+    if (starts) {
       fiber.stack = std::make_unique_for_overwrite<uint8_t[]>(kStackBytes);
       getcontext(&fiber.context);
       fiber.context.uc_stack.ss_sp = fiber.stack.get();
@@ -201,10 +204,13 @@ class Scheduler {
 #if defined(__SANITIZE_ADDRESS__)
     void* fake_stack = nullptr;
     __sanitizer_start_switch_fiber(&fake_stack, fiber.stack.get(), kStackBytes);
-#endif
-    swapcontext(&main_, &fiber.context);
-#if defined(__SANITIZE_ADDRESS__)
+    swapcontext(&main_context_, &fiber.context);
     __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
+#else
+    if (_setjmp(main_jump_) == 0) {
+      if (starts) setcontext(&fiber.context);
+      _longjmp(fiber.jump, 1);
+    }
 #endif
     current_ = nullptr;
     if (fiber.finished) fiber.stack.reset();
@@ -248,7 +254,8 @@ class Scheduler {
   std::vector<Warp*> warps_;
   std::vector<std::function<void()>> later_;
   Fiber* current_ = nullptr;
-  ucontext_t main_ = {};
+  ucontext_t main_context_ = {};
+  jmp_buf main_jump_;
   const void* main_stack_ = nullptr;
   size_t main_stack_bytes_ = 0;
   int64_t pass_ = 0;

@@ -31,7 +31,7 @@ struct Launch {
 
 struct Options {
   uint64_t seed = 1;
-  int64_t max_passes = 50'000'000;  // over all warps; then it is a hang
+  int64_t max_passes = 1'000'000;  // over all warps; then it is a hang
 };
 
 // Runs the launches of each stream one after the other and the streams side by side. Returns an

@@ -1,0 +1,137 @@
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "kernels/cuda/moe_layer/epilogue.cuh"
+#include "kernels/cuda/moe_layer/exchange.cuh"
+#include "kernels/cuda/moe_layer/shared_memory.cuh"
+
+// What this rank's experts add to one token: a partial row, by a warp, 256 columns at a time.
+namespace expertd::cuda::moe_layer {
+
+struct PartialRow {
+  using Columns = float[8];  // a lane's, neighbours
+
+  const MoeLayerParams& params;
+  int lane;
+
+  // 256 columns of a token, fewer at the row's end.
+  struct Slice {
+    int token;
+    int column;       // of the row, this lane's first
+    int64_t element;  // of [T][H], where the slice begins
+    int width;        // columns
+    bool inside;      // whether the lane has columns
+  };
+  __device__ __forceinline__ Slice slice_at(int item, int slices) const {
+    Slice slice;
+    slice.token = item / slices;
+    const int begin = (item - slice.token * slices) * layout::kPartialColumns;
+    slice.column = begin + lane * 8;
+    slice.element = int64_t{slice.token} * params.hidden + begin;
+    slice.width = min(layout::kPartialColumns, params.hidden - begin);
+    slice.inside = lane * 8 < slice.width;
+    return slice;
+  }
+
+  // A token's routes: lane k holds route k's weight.
+  struct TokenRoutes {
+    uint32_t here = 0;    // routes that this rank computes
+    uint32_t owners = 0;  // ranks that compute a route
+    float weight = 0;
+    int64_t first_route = 0;
+  };
+
+  __device__ __forceinline__ TokenRoutes routes_of(int source, int token) const {
+    const Sources& sources = shared_state().sources;
+    const int top_k = sources.top_k[source];
+    const int in_source = token * top_k + lane;
+    TokenRoutes routes;
+    routes.first_route = int64_t{sources.first_route[source]} + token * top_k;
+    uint32_t owner = 0;  // 1 + rank
+    if (lane < top_k) {
+      owner = route_owners(params)[routes.first_route + lane];
+      const float* weights = source == params.peers.rank
+                                 ? params.weights
+                                 : route_weights(params, source, params.peers.rank);
+      routes.weight = __ldcg(weights + in_source);
+    }
+    const bool here = owner == static_cast<uint32_t>(params.peers.rank) + 1;
+    routes.here = __ballot_sync(0xffffffffu, here);
+    routes.owners = __reduce_or_sync(0xffffffffu, owner == 0 ? 0 : 1u << (owner - 1));
+    return routes;
+  }
+
+  __device__ __forceinline__ static void add(float (&sum)[8], const uint4& row, float weight) {
+    const uint32_t words[4] = {row.x, row.y, row.z, row.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sum[2 * i] += weight * __uint_as_float(words[i] << 16);
+      sum[2 * i + 1] += weight * __uint_as_float(words[i] & 0xffff0000u);
+    }
+  }
+
+  __device__ __forceinline__ static uint4 pack(const float (&values)[8]) {
+    return make_uint4(pack_bf16(values[0], values[1]), pack_bf16(values[2], values[3]),
+                      pack_bf16(values[4], values[5]), pack_bf16(values[6], values[7]));
+  }
+
+  // sum += what this rank's routes add to a slice, route after route; kRowsAtOnce are loaded at
+  // once.
+  template <int kRowsAtOnce>
+  __device__ __forceinline__ void add_up(const TokenRoutes& routes, const Slice& slice,
+                                         Columns& sum) const {
+    const uint16_t* y = params.local.y + routes.first_route * params.hidden + slice.column;
+#pragma unroll 1
+    for (uint32_t left = routes.here; left != 0;) {
+      uint4 rows[kRowsAtOnce];
+      uint32_t taken = left;
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        const int k = __ffs(taken) - 1;
+        taken &= taken - 1;
+        if (k >= 0 && slice.inside) {
+          rows[i] = __ldcg(reinterpret_cast<const uint4*>(y + int64_t{k} * params.hidden));
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        if (left == 0) continue;
+        const float weight = __shfl_sync(0xffffffffu, routes.weight, __ffs(left) - 1);
+        left &= left - 1;
+        if (slice.inside) add(sum, rows[i], weight);
+      }
+    }
+  }
+
+  // A slice crosses as BF16 in the order of its columns, or as F32 in two halves: the first four
+  // columns of every lane, then the others. Each store of a warp is one piece that way.
+  __device__ __forceinline__ void store_partial(int home, const Slice& slice,
+                                                const Columns& sum) const {
+    if (!slice.inside) return;
+    if (params.partials_bf16) {
+      uint16_t* to = partials<uint16_t>(params, params.peers.rank, home) + slice.element + lane * 8;
+      *reinterpret_cast<uint4*>(to) = pack(sum);
+    } else {
+      float* to = partials<float>(params, params.peers.rank, home) + slice.element + lane * 4;
+      *reinterpret_cast<float4*>(to) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+      to += slice.width / 2;
+      *reinterpret_cast<float4*>(to) = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    }
+  }
+};
+
+// The tokens of a rank whose rows a CTA combines (its own rank's) or returns (a peer's): the same
+// ones on every rank.
+struct TokenBlock {
+  int first;
+  int count;
+};
+__device__ __forceinline__ TokenBlock block_of(int num_tokens) {
+  const int ctas = static_cast<int>(gridDim.x);
+  const int length = (num_tokens + ctas - 1) / ctas;
+  const int first = static_cast<int>(blockIdx.x) * length;
+  return {first, max(min(length, num_tokens - first), 0)};
+}
+
+}  // namespace expertd::cuda::moe_layer
