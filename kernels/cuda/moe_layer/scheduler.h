@@ -79,16 +79,17 @@ EXPERTD_HD void AddSection(Schedule* schedule, const uint32_t* tile_begin, Phase
   const uint32_t token_tiles = tile_begin[end_slot] - tile_begin[first_slot];
   if (token_tiles == 0) return;
   const int rows = phase == Phase::kFc1 ? schedule->fc1_row_tiles : schedule->fc2_row_tiles;
+  const int row_tiles = height == 4 ? (rows + 3) / 4 : (rows + 1) / 2;
   Section& section = schedule->sections[schedule->num_sections++];
-  section = {schedule->num_tiles, phase, first_slot, height, (rows + height - 1) / height};
+  section = {schedule->num_tiles, phase, first_slot, height, row_tiles};
   schedule->num_tiles += token_tiles * static_cast<uint32_t>(section.row_tiles);
 }
 
 }  // namespace internal
 
-// tile_begin [num_slots + 1]: token tiles before each slot. Tiles of 256 rows stream best; where
-// they would be few for the CTAs, and for the last slots of FC2 (the end of the list), 128 rows
-// balance better.
+// tile_begin [num_slots + 1]: token tiles before each slot. Tiles of 256 rows stream best. 128 rows
+// balance better: where FC1 has few tiles for the CTAs, those behind the last whole wave of 256
+// rows, and the last slots of FC2 (the end of the list), which make about one wave of 128 rows.
 EXPERTD_HD Schedule MakeSchedule(const uint32_t* tile_begin, int num_slots, int fc1_row_tiles,
                                  int fc2_row_tiles, int num_ctas) {
   Schedule schedule;
@@ -97,12 +98,19 @@ EXPERTD_HD Schedule MakeSchedule(const uint32_t* tile_begin, int num_slots, int 
   schedule.num_slots = num_slots;
   const uint32_t token_tiles = tile_begin[num_slots];
   const uint32_t ctas = static_cast<uint32_t>(num_ctas);
-  const int fc1_height = token_tiles * ((fc1_row_tiles + 3) / 4) >= 3 * ctas ? 4 : 2;
-  internal::AddSection(&schedule, tile_begin, Phase::kFc1, 0, num_slots, fc1_height);
-  // The last slots of FC2 that make about one wave of 256-row tiles.
-  const uint32_t wave = ctas / static_cast<uint32_t>((fc2_row_tiles + 3) / 4) + 1;
-  const uint32_t tall = token_tiles > wave ? token_tiles - wave : 0;
-  const int split = tall == 0 ? 0 : internal::FindLast(tile_begin, 0, num_slots + 1, tall);
+  const uint32_t fc1_tiles = static_cast<uint32_t>((fc1_row_tiles + 3) / 4);
+  const uint32_t fc2_tiles = static_cast<uint32_t>((fc2_row_tiles + 3) / 4);
+  const uint32_t tiles = token_tiles * fc1_tiles;
+  int split = num_slots;
+  if (tiles < 3 * ctas) {
+    const uint32_t whole = tiles < ctas ? 0 : tiles < 2 * ctas ? ctas : 2 * ctas;
+    split = internal::FindLast(tile_begin, 0, num_slots + 1, whole / fc1_tiles);
+  }
+  internal::AddSection(&schedule, tile_begin, Phase::kFc1, 0, split, 4);
+  internal::AddSection(&schedule, tile_begin, Phase::kFc1, split, num_slots, 2);
+  const uint32_t last = ctas / 2 / fc2_tiles + 1;
+  split =
+      token_tiles > last ? internal::FindLast(tile_begin, 0, num_slots + 1, token_tiles - last) : 0;
   internal::AddSection(&schedule, tile_begin, Phase::kFc2, 0, split, 4);
   internal::AddSection(&schedule, tile_begin, Phase::kFc2, split, num_slots, 2);
   return schedule;
