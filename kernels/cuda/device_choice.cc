@@ -2,6 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <limits>
 #include <numeric>
 #include <set>
 
@@ -82,6 +84,9 @@ absl::StatusOr<std::vector<DeviceInfo>> FindDevices(absl::Span<const int32_t> de
     if (!info.ok()) return info.status();
     found.push_back(*std::move(info));
   }
+  int32_t num_sms = std::numeric_limits<int32_t>::max();
+  for (const DeviceInfo& info : found) num_sms = std::min(num_sms, info.num_sms);
+  for (DeviceInfo& info : found) info.num_sms = num_sms;
   return found;
 }
 

@@ -12,7 +12,7 @@ namespace expertd::cuda {
 
 struct DeviceInfo {
   int32_t device = 0;
-  int32_t num_sms = 0;
+  int32_t num_sms = 0;  // that kernels use: of the smallest device, for all ranks' grids are equal
   std::string description;  // for people
 };
 
