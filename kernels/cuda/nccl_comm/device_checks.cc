@@ -40,7 +40,7 @@ std::string WhyNotThis(const RankFacts& facts) {
 
 void CopyText(char* field, size_t field_bytes, std::string_view text) {
   const size_t bytes = std::min(field_bytes - 1, text.size());
-  std::memcpy(field, text.data(), bytes);
+  text.copy(field, bytes);  // text.data() may be null when it is empty
   std::memset(field + bytes, 0, field_bytes - bytes);
 }
 
