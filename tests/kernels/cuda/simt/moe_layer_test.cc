@@ -1,8 +1,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <ostream>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -186,6 +188,54 @@ TEST(SimtMoeLayer, LongSumsGoRoundTheRings) {
       ASSERT_EQ(run.error(), "");
       ExpectRight(layer, batches, outputs[0]);
     }
+  }
+}
+
+// EXPERTD_FUZZ_ROUNDS and EXPERTD_FUZZ_SEED: more, and others.
+int FromEnvironment(const char* name, int otherwise) {
+  const char* const text = std::getenv(name);
+  return text == nullptr ? otherwise : std::atoi(text);
+}
+
+TEST(SimtMoeLayer, FuzzedShapesAgreeWithTheReference) {
+  const int rounds = FromEnvironment("EXPERTD_FUZZ_ROUNDS", 6);
+  const int seed = FromEnvironment("EXPERTD_FUZZ_SEED", 20261130);
+  for (int round = 0; round < rounds; ++round) {
+    std::mt19937 random(seed + round);
+    const auto pick = [&](int low, int high) {
+      return std::uniform_int_distribution<int>(low, high)(random);
+    };
+    const int32_t ranks = pick(1, 4);
+    const int32_t experts = pick(1, 12);
+    const int32_t top_k = pick(1, 6);
+    const LayerSpec spec = Spec(64 * pick(1, 6), 64 * pick(1, 3), experts,
+                                pick(0, 1) == 0 ? Recipe::kMxfp4 : Recipe::kNvfp4);
+    const int32_t own = (experts + ranks - 1) / ranks;
+    const int32_t slots = pick(0, 2) == 0 ? std::min(own + 1, experts) : 0;
+    const auto routing = static_cast<Routing>(pick(0, 4));
+    const int num_ctas = pick(1, 4);
+    const bool shares_sort = pick(0, 1) == 0;
+    RankLayer::Options options = {.num_ctas = num_ctas,
+                                  .max_tokens = 40,
+                                  .max_top_k = top_k,
+                                  .partials_bf16 = pick(0, 3) == 0,
+                                  .seed = static_cast<uint64_t>(seed + round)};
+    if (shares_sort) options.own_sort_routes = -1;
+    SCOPED_TRACE(absl::StrCat("round ", round, ": ", ranks, " ranks, ", experts, " experts, K ",
+                              top_k, ", H ", spec.hidden_size, ", I ", spec.intermediate_size, ", ",
+                              num_ctas, " CTAs, ", testing::RoutingName(routing)));
+    const HostLayer layer = testing::MakeRandomLayer(spec, round);
+    std::vector<RankLayer::Batches> steps;
+    for (int s = 0; s < 2; ++s) {
+      std::vector<int32_t> tokens(ranks);
+      for (int32_t& count : tokens) count = pick(0, 2) == 0 ? pick(0, 2) : pick(0, 40);
+      steps.push_back(Batches(spec, tokens, top_k, routing, 50 + s));
+    }
+    RankLayer run(layer, PlacementOf(experts, ranks, slots), options);
+    const auto outputs = run.Run(steps);
+    ASSERT_EQ(run.error(), "");
+    for (size_t s = 0; s < steps.size(); ++s) ExpectRight(layer, steps[s], outputs[s]);
+    if (HasFailure()) return;
   }
 }
 
