@@ -26,8 +26,7 @@ struct CombineRole {
 
   __device__ __forceinline__ PartialRow row() const { return {params, lane}; }
 
-  // Each warp looks at its share of the flags; a barrier joins them and the announcing
-  // warp.
+  // Each warp looks at its share of the flags; a barrier joins them and the announcing warp.
   __device__ __forceinline__ void wait_for_outputs() const {
     const int token_tiles = tile_begin(params)[params.num_slots];
     const int row_tiles = params.hidden / 64;
@@ -56,10 +55,9 @@ struct CombineRole {
   // The CTA's items of a rank's tokens in a round.
   __device__ __forceinline__ Run run_of(int num_tokens, int slices, int round,
                                         int round_items) const {
-    const TokenBlock block = block_of(num_tokens);
-    const int first = block.first * slices;
-    const int begin = min(round * round_items, block.count * slices);
-    return {first + begin, first + min(begin + round_items, block.count * slices)};
+    const Block items = items_of(num_tokens, slices);
+    const int begin = min(round * round_items, items.count);
+    return {items.first + begin, items.first + min(begin + round_items, items.count)};
   }
   // This warp's part of that.
   __device__ __forceinline__ Run warp_run(const Run& run) const {
@@ -72,8 +70,9 @@ struct CombineRole {
 
   // Whether the announcing warp has returned a token; `base`: index of the peer's first token.
   __device__ __forceinline__ bool was_returned(int base, int home, int token, bool early) const {
-    if (!early) return false;
-    const int index = base + token - block_of(shared_state().sources.num_tokens[home]).first;
+    const int num_tokens = shared_state().sources.num_tokens[home];
+    if (!early || !shares_tokens(num_tokens)) return false;
+    const int index = base + token - tokens_of(num_tokens).first;
     return index < kMaxReturnKeys && shared_state().return_keys[index] == kNothingToReturn;
   }
 
@@ -127,7 +126,7 @@ struct CombineRole {
       if (warp == (round + home) % kExpertWarps && run.begin < run.end && !waiter.gave_up()) {
         flag_items(home, run, slices, base, early);
       }
-      base += block_of(num_tokens).count;
+      base += tokens_of(num_tokens).count;
     }
   }
 
@@ -187,8 +186,8 @@ struct CombineRole {
 
   // One rank: there is one partial, and it does not cross.
   __device__ __forceinline__ void combine_alone(int slices) const {
-    const TokenBlock block = block_of(params.num_tokens);
-    const Run mine = warp_run({block.first * slices, (block.first + block.count) * slices});
+    const Block items = items_of(params.num_tokens, slices);
+    const Run mine = warp_run({items.first, items.first + items.count});
     int known = -1;
     TokenRoutes routes;
     for (int item = mine.begin; item < mine.end && !waiter.gave_up(); ++item) {
@@ -231,9 +230,9 @@ struct CombineRole {
     const bool early = returns_early(params);
     int most = 0;
     for (int rank = 0; rank < params.peers.num_ranks; ++rank) {
-      most = max(most, block_of(shared_state().sources.num_tokens[rank]).count);
+      most = max(most, items_of(shared_state().sources.num_tokens[rank], slices).count);
     }
-    const int rounds = (most * slices + kRoundItems - 1) / kRoundItems;
+    const int rounds = (most + kRoundItems - 1) / kRoundItems;
 #pragma unroll 1
     for (int round = 0; round <= rounds; ++round) {
       if (round < rounds) return_partials(slices, round, early);

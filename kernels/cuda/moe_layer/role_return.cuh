@@ -6,16 +6,16 @@
 
 // Partial rows of the peers' tokens that can go back while FC2 still runs: FC2 goes slot after
 // slot, and a token's partial row is due when the last slot that it needs here is complete. In long
-// steps the announcing warp of each CTA returns those of the CTA's tokens (block_of) that are due
+// steps the announcing warp of each CTA returns those of the CTA's tokens (tokens_of) that are due
 // early enough; combine returns the others.
 namespace expertd::cuda::moe_layer {
 
 __device__ __forceinline__ bool returns_early(const MoeLayerParams& params) {
-  int tokens = 0;
+  bool any = false;
   for (int rank = 0; rank < params.peers.num_ranks; ++rank) {
-    if (rank != params.peers.rank) tokens = max(tokens, shared_state().sources.num_tokens[rank]);
+    any |= rank != params.peers.rank && shares_tokens(shared_state().sources.num_tokens[rank]);
   }
-  return tokens > static_cast<int>(gridDim.x) && params.stall != kStallPartials;
+  return any && params.stall != kStallPartials;
 }
 
 // What is in SharedState::return_keys: the last slot that the CTA's token `index` needs here, or
@@ -49,7 +49,7 @@ struct PartialSender {
     int base = 0;
     for (int peer = 0; peer < params.peers.num_ranks; ++peer) {
       if (peer == params.peers.rank) continue;
-      const TokenBlock block = block_of(shared_state().sources.num_tokens[peer]);
+      const Block block = tokens_of(shared_state().sources.num_tokens[peer]);
       for (int i = lane; i < block.count && base + i < kMaxReturnKeys; i += 32) {
         visit(base + i, peer, block.first + i);
       }
@@ -91,7 +91,7 @@ struct PartialSender {
     int base = 0;
     for (int peer = 0; peer < params.peers.num_ranks; ++peer) {
       if (peer == params.peers.rank) continue;
-      const TokenBlock block = block_of(shared_state().sources.num_tokens[peer]);
+      const Block block = tokens_of(shared_state().sources.num_tokens[peer]);
       if (chosen >= base && chosen < base + block.count) {
         home = peer;
         token = block.first + chosen - base;
