@@ -167,6 +167,18 @@ layout::WorkspaceShape LayerGroup::WorkspaceShape(int tokens) const {
   return {options_.num_ranks, tokens, g.top_k, g.experts, g.hidden, g.intermediate};
 }
 
+// Every GPU gets the pairs that one GPU alone gets of the same T: all ranks' tokens choose the same
+// experts of the fold, and the k-th of them lies on the k-th rank from the token's own.
+std::vector<int32_t> LayerGroup::RankIds(int tokens, int rank, int routing) const {
+  const Geometry& g = options_.geometry;
+  std::vector<int32_t> ids = RandomIds(tokens, g.experts, g.top_k, 100 + routing);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const int choice = static_cast<int>(i) % g.top_k;
+    ids[i] += (rank + choice) % options_.num_ranks * g.experts;
+  }
+  return ids;
+}
+
 void LayerGroup::SetTokens(int tokens) {
   tokens_ = tokens;
   const Geometry& g = options_.geometry;
@@ -187,7 +199,7 @@ void LayerGroup::SetTokens(int tokens) {
     }
     mine.host_ids.clear();
     for (int r = 0; r < kRoutings; ++r) {
-      const auto some = RandomIds(tokens, num_experts(), g.top_k, 100 + r + rank * kRoutings);
+      const auto some = RankIds(tokens, rank, r);
       mine.host_ids.insert(mine.host_ids.end(), some.begin(), some.end());
     }
     std::mt19937 random(2 + rank);
