@@ -1,6 +1,7 @@
 // Times the fused MoE layer from BF16 hidden states, ids and weights in device memory to the
 // reduced BF16 rows in device memory, routing, exchange and combine included; on one GPU and, with
-// --ranks R, on R of them in the same run (R times the experts, T a rank and K unchanged).
+// --ranks R, on R of them in the same run (R times the experts, T a rank and K unchanged, the same
+// pairs on every GPU as on the one).
 //   burst:     median of launches that each follow a read which displaces L2, over several routings
 //   sustained: mean of back-to-back launches over a second, when the card has settled at its power
 //   limit

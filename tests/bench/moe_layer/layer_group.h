@@ -108,6 +108,7 @@ class LayerGroup {
     std::unique_ptr<cuda::HostExchange> exchange;
   };
 
+  std::vector<int32_t> RankIds(int tokens, int rank, int routing) const;
   void MakeRank(int rank);
   void MakeWeights(Rank& mine, int rank);
   void MakeExchange(int rank);
