@@ -52,8 +52,9 @@ class LayerGroup {
   LayerGroup(const LayerGroup&) = delete;
   LayerGroup& operator=(const LayerGroup&) = delete;
 
-  // Inputs and workspace of steps of T tokens a rank: K different experts a token, every set as
-  // likely. Nothing is running.
+  // Inputs and workspace of steps of T tokens a rank: K different experts of the fold a token,
+  // every set as likely, spread over the ranks so that each GPU has what one alone has. Nothing is
+  // running.
   void SetTokens(int tokens);
 
   // Steps are numbered alike on all ranks: taken before they are launched.
