@@ -97,16 +97,27 @@ struct AnnounceRole {
     }
   }
 
-  __device__ __forceinline__ void run() {
-    send_tokens();
-    return_partials();
+  __device__ __forceinline__ void run_alone() {
+    while (!list_ended) {
+      waiter.wait(next_barrier(), slot.phase);
+      go_on();
+    }
+    __syncwarp();
+    ptx::barrier_sync<kCombineBarrier>(kCombiningThreads);
   }
 };
 
-// Not inlined, so that the compiler sees the multiplying loop alone. It keeps to the registers that
-// its warps have left.
+// Not inlined, so that the compiler sees the multiplying loop alone, and one rank does not run the
+// code of several. They keep to the registers that their warps have left.
+static __device__ __noinline__ void announce_tiles_of_ranks(const MoeLayerParams& params,
+                                                            int lane) {
+  AnnounceRole role(params, lane);
+  role.send_tokens();
+  role.return_partials();
+}
 static __device__ __noinline__ void announce_tiles(const MoeLayerParams& params, int lane) {
-  AnnounceRole(params, lane).run();
+  if (params.peers.num_ranks > 1) return announce_tiles_of_ranks(params, lane);
+  AnnounceRole(params, lane).run_alone();
 }
 
 }  // namespace expertd::cuda::moe_layer

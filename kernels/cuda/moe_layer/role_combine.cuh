@@ -12,6 +12,8 @@
 // to what, so the bits are fixed.
 namespace expertd::cuda::moe_layer {
 
+static __device__ __noinline__ void combine_ranks(const MoeLayerParams& params, int warp, int lane);
+
 struct CombineRole {
   static constexpr int kRowsAtOnce = 8;
   static constexpr int kRoundItems = 4 * kExpertWarps;  // (token, slice) of a CTA and a peer
@@ -226,7 +228,8 @@ struct CombineRole {
   // Several ranks go in rounds, the same tokens of a rank at the same time everywhere, so that a
   // round waits for partial rows of that round only. They are added up when those of the next round
   // have been sent: by then they have had the time to come.
-  __device__ __forceinline__ void combine_in_rounds(int slices) const {
+  __device__ __forceinline__ void combine_in_rounds() const {
+    const int slices = layout::NumPartialSlices(params.hidden);
     const bool early = returns_early(params);
     int most = 0;
     for (int rank = 0; rank < params.peers.num_ranks; ++rank) {
@@ -247,14 +250,19 @@ struct CombineRole {
     wait_for_outputs();
     if (warp == 0 && lane == 0) mark(params, kMarkOutputs);
     if (params.peers.num_ranks > 1) {
-      combine_in_rounds(slices);
+      combine_ranks(params, warp, lane);
     } else {
       combine_alone(slices);
     }
   }
 };
 
-// Not inlined: what it keeps would cost the multiplying loop registers.
+// Not inlined: what they keep would cost the multiplying loop registers, and one rank does not run
+// the code of several.
+static __device__ __noinline__ void combine_ranks(const MoeLayerParams& params, int warp,
+                                                  int lane) {
+  CombineRole{params, Waiter{params}, warp, lane}.combine_in_rounds();
+}
 static __device__ __noinline__ void combine_outputs(const MoeLayerParams& params, int warp,
                                                     int lane) {
   CombineRole{params, Waiter{params}, warp, lane}.run();

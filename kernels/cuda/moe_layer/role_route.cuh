@@ -14,6 +14,8 @@
 // first token tile stay in shared memory.
 namespace expertd::cuda::moe_layer {
 
+static __device__ __noinline__ void exchange_routes(const MoeLayerParams& params, int warp,
+                                                    int lane);
 static __device__ __noinline__ void sort_together(const MoeLayerParams& params, int warp, int lane);
 
 struct RouteSorter {
@@ -114,12 +116,16 @@ struct RouteSorter {
     }
   }
 
+  // kAll: all of the part is there, as it is of what a CTA sorts alone.
+  template <bool kAll>
   __device__ __forceinline__ uint16_t cached_slot(const Part& part, int route, int& source) const {
     const int i = route - part.begin;
+    if constexpr (kAll) return cache[i];
     return i < cached ? cache[i] : slot_of(route, source);
   }
 
   // Counts of each warp's run of routes.
+  template <bool kAllCached>
   __device__ __forceinline__ void count(const Part& part, int warp, int lane) const {
     uint32_t* mine = counts + warp * params.num_slots;
     for (int i = lane; i < params.num_slots; i += 32) mine[i] = 0;
@@ -128,7 +134,7 @@ struct RouteSorter {
     const int end = chunk_begin(part, warp + 1);
     for (int base = chunk_begin(part, warp); base < end; base += 32) {
       const int route = base + lane;
-      const int slot = route < end ? local_slot(cached_slot(part, route, source)) : -1;
+      const int slot = route < end ? local_slot(cached_slot<kAllCached>(part, route, source)) : -1;
       const uint32_t same = __match_any_sync(0xffffffffu, slot);
       if (slot >= 0 && lane == __ffs(same) - 1) mine[slot] += __popc(same);
       __syncwarp();
@@ -194,13 +200,15 @@ struct RouteSorter {
   }
 
   // Writes each route's place.
+  template <bool kAllCached>
   __device__ __forceinline__ void place(const Part& part, int warp, int lane) const {
     uint32_t* mine = counts + warp * params.num_slots;
     int source = 0;
     const int end = chunk_begin(part, warp + 1);
     for (int base = chunk_begin(part, warp); base < end; base += 32) {
       const int route = base + lane;
-      const uint16_t global_slot = route < end ? cached_slot(part, route, source) : kNowhere;
+      const uint16_t global_slot =
+          route < end ? cached_slot<kAllCached>(part, route, source) : kNowhere;
       const int slot = local_slot(global_slot);
       const uint32_t same = __match_any_sync(0xffffffffu, slot);
       if (slot >= 0) {
@@ -269,36 +277,59 @@ struct RouteSorter {
     __syncthreads();
   }
 
+  // Several ranks, up to the sort: what goes to the peers first, the table, and their ids.
+  __device__ __forceinline__ void exchange(int warp, int lane) const {
+    const int thread = warp * 32 + lane;
+    send_routes(params, thread);
+    fill_table(thread);
+    __syncthreads();
+    send_few(params, warp, lane, [&](int route, int id) {
+      const uint16_t slot = own_slot(route, id);
+      return slot == kNowhere ? -1 : int{slot};
+    });
+    find_sources(warp, lane);
+  }
+
+  // One rank, likewise. Returns the expert of route `thread`, loaded while the table was.
+  __device__ __forceinline__ int look_around(int thread) const {
+    const int routes = params.num_tokens * params.top_k;
+    const int expert = thread < routes ? params.ids[thread] : -1;
+    fill_table(thread);
+    if (thread == 0) {
+      sources().num_tokens[0] = params.num_tokens;
+      sources().top_k[0] = params.top_k;
+      sources().first_route[0] = 0;
+      sources().first_route[1] = static_cast<uint32_t>(routes);
+    }
+    __syncthreads();
+    return expert;
+  }
+
   // All threads of the CTA; ends with a barrier.
   __device__ __forceinline__ void sort(int warp, int lane) const {
     const int thread = warp * 32 + lane;
     const bool alone = params.peers.num_ranks == 1;
-    const int expert = alone && thread < params.num_tokens * params.top_k ? params.ids[thread] : -1;
-    if (!alone) send_routes(params, thread);
-    fill_table(thread);
-    if (!alone) {
-      __syncthreads();
-      send_few(params, warp, lane, [&](int route, int id) {
-        const uint16_t slot = own_slot(route, id);
-        return slot == kNowhere ? -1 : int{slot};
-      });
+    int expert = -1;
+    if (alone) {
+      expert = look_around(thread);
+    } else {
+      exchange_routes(params, warp, lane);
     }
-    find_sources(warp, lane);
     if (num_routes() > params.own_sort_routes) return sort_together(params, warp, lane);
     const Part all = {0, num_routes()};
     if (thread == 0) {
       shared_state().list_begin = params.local.max_routes + blockIdx.x * params.local.own_routes;
     }
-    if (alone && thread < min(all.end, cached)) cache[thread] = own_slot(thread, expert);
-    fill_cache<4>(all, alone ? thread + kThreads : thread);
+    if (alone && thread < all.end) cache[thread] = own_slot(thread, expert);
+    fill_cache<2>(all, alone ? thread + kThreads : thread);
     __syncthreads();
-    count(all, warp, lane);
+    count<true>(all, warp, lane);
     __syncthreads();
     rank_warps(thread);
     __syncthreads();
     if (warp == 0) make_tables(lane);
     __syncthreads();
-    place(all, warp, lane);
+    place<true>(all, warp, lane);
     __syncthreads();
   }
 
@@ -310,7 +341,7 @@ struct RouteSorter {
     if (thread == 0) shared_state().list_begin = 0;
     fill_cache<1>(part, thread);
     __syncthreads();
-    count(part, warp, lane);
+    count<false>(part, warp, lane);
     __syncthreads();
     rank_warps(thread);
     if (together.add_up()) {
@@ -321,12 +352,16 @@ struct RouteSorter {
     }
     if (warp == 0) make_tables(lane);
     __syncthreads();
-    place(part, warp, lane);
+    place<false>(part, warp, lane);
     (void)together.meet(SharedSort::kPlaced);
   }
 };
 
 // Apart: code that a launch does not run, but that lies in the way of what it does, costs it time.
+static __device__ __noinline__ void exchange_routes(const MoeLayerParams& params, int warp,
+                                                    int lane) {
+  RouteSorter(params).exchange(warp, lane);
+}
 static __device__ __noinline__ void sort_together(const MoeLayerParams& params, int warp,
                                                   int lane) {
   RouteSorter(params).sort_part(warp, lane);

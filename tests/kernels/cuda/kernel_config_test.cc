@@ -37,12 +37,17 @@ TEST(KernelConfig, EveryShapeAndStepFitsSharedMemoryWithEnoughStages) {
   }
 }
 
-TEST(KernelConfig, TheRingsHoldTheCountsWhileRoutesAreSorted) {
+// Counts, the table of experts, and the slot of every route of a step that each CTA sorts alone.
+TEST(KernelConfig, TheRingsHoldWhatSortingNeeds) {
   for (const LayerShape& layer : kShapes) {
-    const auto config = ChooseKernelConfig(layer, 64, 8, 132);
-    ASSERT_TRUE(config.ok());
-    const int rings = config->shared_bytes - moe_layer::kStateBytes - 8 * (layer.num_slots + 1);
-    EXPECT_GE(rings, moe_layer::kWarps * layer.num_slots * 4 + layer.num_experts * 2);
+    for (const int tokens : {0, 1, 64, 256, 512, 8192}) {
+      const auto config = ChooseKernelConfig(layer, tokens, 8, 132);
+      ASSERT_TRUE(config.ok());
+      const int rings = config->shared_bytes - moe_layer::kStateBytes - 8 * (layer.num_slots + 1);
+      EXPECT_GE(rings, moe_layer::kWarps * layer.num_slots * 4 + layer.num_experts * 2 +
+                           layout::kOwnSortRoutes * 2)
+          << config->ToString();
+    }
   }
 }
 
