@@ -162,7 +162,7 @@ class Scheduler {
     cta->kernel = &launch.kernel;
     const size_t bytes = (launch.shared_bytes + 1024) / 1024 * 1024;
     cta->shared.reset(static_cast<uint8_t*>(std::aligned_alloc(1024, bytes)));
-    std::memset(cta->shared.get(), 0xcd, bytes);  // shared memory is not zero
+    std::memset(cta->shared.get(), 0xff, bytes);  // shared memory is not zero: as BF16, no numbers
     cta->running = launch.block;
     EXPERTD_CHECK(launch.block % kWarpLanes == 0);
     for (int t = 0; t < launch.block; ++t) {
