@@ -1,6 +1,7 @@
 #include "tests/gpu/testing/backend_driver.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <future>
 #include <utility>
@@ -8,6 +9,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/formats.h"
+#include "kernels/reference/reference.h"
 
 namespace expertd::testing {
 namespace {
@@ -114,6 +116,29 @@ absl::StatusOr<StepOutput> RunStep(Backend& backend, const LayerSpec& spec, cons
   backend.ReleaseStep(*memory);
   if (!status.ok()) return status;
   return answer;
+}
+
+absl::StatusOr<WorstAnswer> WorstOfEveryDtypeAndRouting(Backend& backend,
+                                                        absl::Span<const HostLayer> layers) {
+  WorstAnswer worst;
+  for (const HostLayer& layer : layers) {
+    for (const Routing routing : {Routing::kUniform, Routing::kSkewed, Routing::kOneExpert,
+                                  Routing::kMasked, Routing::kAllMasked}) {
+      const HostBatch batch = MakeRandomBatch(layer.spec, 100, 4, routing, 3);
+      const std::vector<double> expected = ReferenceRows(layer, batch);
+      for (const DType input : {DType::kBf16, DType::kF32}) {
+        for (const DType output : {DType::kBf16, DType::kF32}) {
+          const auto answer = RunStep(backend, layer.spec, batch, input, output);
+          if (!answer.ok()) return answer.status();
+          const double error = reference::RelL2(answer->values, expected);
+          if (error <= worst.error) continue;  // not so for NaN, which then stays
+          worst = {error, RoutingName(routing) + ", " + std::string(RecipeName(layer.spec.recipe))};
+          if (std::isnan(error)) return worst;
+        }
+      }
+    }
+  }
+  return worst;
 }
 
 }  // namespace expertd::testing

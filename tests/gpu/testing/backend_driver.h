@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -27,6 +28,15 @@ struct StepOutput {
 absl::StatusOr<StepOutput> RunStep(Backend& backend, const LayerSpec& spec, const HostBatch& batch,
                                    DType input = DType::kBf16, DType output = DType::kBf16,
                                    const Spread& spread = {});
+
+// The answers of every layer for every routing, input and output dtype against the double
+// reference: the largest relative error and whose it is.
+struct WorstAnswer {
+  double error = 0;
+  std::string what;
+};
+absl::StatusOr<WorstAnswer> WorstOfEveryDtypeAndRouting(Backend& backend,
+                                                        absl::Span<const HostLayer> layers);
 
 // Fills a step from the batch; `memory` is the backend's.
 MoeStep FillStep(const StepMemory& memory, const LayerSpec& spec, const HostBatch& batch,
