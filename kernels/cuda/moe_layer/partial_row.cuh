@@ -133,17 +133,14 @@ __device__ __forceinline__ Block share_of(int count) {
   return {first, max(min(length, count - first), 0)};
 }
 
-// The tokens of a rank that fall to this CTA, if there are enough to share them out whole.
-__device__ __forceinline__ bool shares_tokens(int num_tokens) {
-  return num_tokens > static_cast<int>(gridDim.x);
-}
+// The tokens of a rank that fall to this CTA whole.
 __device__ __forceinline__ Block tokens_of(int num_tokens) {
-  return shares_tokens(num_tokens) ? share_of(num_tokens) : Block{0, 0};
+  return is_long(num_tokens) ? share_of(num_tokens) : Block{0, 0};
 }
 // The items (token, slice), token by token, of a rank that this CTA combines (its own rank's) or
 // returns (a peer's): the same ones on every rank.
 __device__ __forceinline__ Block items_of(int num_tokens, int slices) {
-  if (!shares_tokens(num_tokens)) return share_of(num_tokens * slices);
+  if (!is_long(num_tokens)) return share_of(num_tokens * slices);
   const Block tokens = share_of(num_tokens);
   return {tokens.first * slices, tokens.count * slices};
 }

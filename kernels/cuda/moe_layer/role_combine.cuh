@@ -73,7 +73,7 @@ struct CombineRole {
   // Whether the announcing warp has returned a token; `base`: index of the peer's first token.
   __device__ __forceinline__ bool was_returned(int base, int home, int token, bool early) const {
     const int num_tokens = shared_state().sources.num_tokens[home];
-    if (!early || !shares_tokens(num_tokens)) return false;
+    if (!early || !is_long(num_tokens)) return false;
     const int index = base + token - tokens_of(num_tokens).first;
     return index < kMaxReturnKeys && shared_state().return_keys[index] == kNothingToReturn;
   }

@@ -11,13 +11,6 @@
 //   TokenSender   one warp of each CTA beside its other work: steps of many tokens
 namespace expertd::cuda::moe_layer {
 
-// Tokens a CTA may have to send for send_few to do it.
-inline constexpr int kFewTokens = 1;
-
-__device__ __forceinline__ bool sends_few(const MoeLayerParams& params) {
-  return params.num_tokens <= kFewTokens * static_cast<int>(gridDim.x);
-}
-
 // A fence at system scope waits until every store of the SM has been acknowledged, on a busy link
 // tens of microseconds. Who has other work to do stores, does that, and fences so much later for
 // each row of 14 KB that the stores are likely to have arrived.
@@ -93,33 +86,25 @@ __device__ __forceinline__ void flag_row(const MoeLayerParams& params, int token
   }
 }
 
-// All threads of the CTA. slot_of(route, expert): global slot or -1.
+// CTA c sends token c, all its threads. slot_of(route, expert): global slot or -1.
 template <typename SlotOf>
 __device__ __forceinline__ void send_few(const MoeLayerParams& params, int warp, int lane,
                                          SlotOf slot_of) {
-  if (!sends_few(params) || params.stall == kStallTokens) return;
-  const int first = static_cast<int>(blockIdx.x);
-  const int grid = static_cast<int>(gridDim.x);
-  if (first >= params.num_tokens) return;
-  uint32_t masks[kFewTokens] = {};
-#pragma unroll
-  for (int i = 0; i < kFewTokens; ++i) {
-    const int token = first + i * grid;
-    if (token >= params.num_tokens) continue;
-    uint32_t mine = 0;
-    if (lane < params.top_k) {
-      const int route = token * params.top_k + lane;
-      const int slot = slot_of(route, params.ids[route]);
-      if (slot >= 0) mine = 1u << (slot / params.slots_per_rank);
-    }
-    masks[i] = __reduce_or_sync(0xffffffffu, mine) & ~(1u << params.peers.rank);
-    send_row<2>(params, token, masks[i], warp * 32 + lane, kThreads);
+  const int token = static_cast<int>(blockIdx.x);
+  if (is_long(params.num_tokens) || params.stall == kStallTokens) return;
+  if (token >= params.num_tokens) return;
+  uint32_t mine = 0;
+  if (lane < params.top_k) {
+    const int route = token * params.top_k + lane;
+    const int slot = slot_of(route, params.ids[route]);
+    if (slot >= 0) mine = 1u << (slot / params.slots_per_rank);
   }
+  const uint32_t mask = __reduce_or_sync(0xffffffffu, mine) & ~(1u << params.peers.rank);
+  send_row<2>(params, token, mask, warp * 32 + lane, kThreads);
   __syncthreads();
   if (warp != 0) return;
   ptx::fence_acq_rel_sys();
-#pragma unroll
-  for (int i = 0; i < kFewTokens; ++i) flag_row(params, first + i * grid, masks[i], lane);
+  flag_row(params, token, mask, lane);
 }
 
 // CTA c sends tokens c, c + grid, ..., a row at a time. Of a window of them the next is the one
@@ -144,7 +129,8 @@ struct TokenSender {
   uint32_t masks[kLaneTokens];
 
   __device__ __forceinline__ TokenSender(const MoeLayerParams& p, int l) : params(p), lane(l) {
-    done = params.peers.num_ranks == 1 || sends_few(params) || params.stall == kStallTokens;
+    done =
+        params.peers.num_ranks == 1 || !is_long(params.num_tokens) || params.stall == kStallTokens;
     if (!done) look_up();
   }
 

@@ -13,7 +13,7 @@ namespace expertd::cuda::moe_layer {
 __device__ __forceinline__ bool returns_early(const MoeLayerParams& params) {
   bool any = false;
   for (int rank = 0; rank < params.peers.num_ranks; ++rank) {
-    any |= rank != params.peers.rank && shares_tokens(shared_state().sources.num_tokens[rank]);
+    any |= rank != params.peers.rank && is_long(shared_state().sources.num_tokens[rank]);
   }
   return any && params.stall != kStallPartials;
 }
