@@ -91,7 +91,7 @@ absl::StatusOr<KernelConfig> ChooseKernelConfig(const LayerShape& layer, int32_t
                                 : kMinStages;
   config.num_stages = StagesThatFit(layer, config.token_tile, config.num_token_stages);
   // What is left over holds more tokens: their copies start later than the weights'.
-  while (config.num_token_stages < kMaxStages &&
+  while (config.num_token_stages < config.num_stages &&
          SharedBytes(layer, config.token_tile, config.num_stages, config.num_token_stages + 1) <=
              kMaxSharedBytes) {
     ++config.num_token_stages;

@@ -25,7 +25,7 @@ struct LayerShape {
 struct KernelConfig {
   int32_t token_tile = 0;        // most token rows of a tile, multiple of 8
   int32_t num_stages = 0;        // of the weight ring
-  int32_t num_token_stages = 0;  // of the token ring
+  int32_t num_token_stages = 0;  // of the token ring, at most as many
   int32_t num_ctas = 0;          // one an SM
   int32_t shared_bytes = 0;      // of a CTA
 

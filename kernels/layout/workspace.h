@@ -89,7 +89,7 @@ struct WorkspaceOffsets {
   int64_t fc1_done = 0;     // [max_token_tiles][fc1_stride] u32: step that wrote that 64-row tile
   int64_t fc2_done = 0;     // [max_token_tiles][fc2_stride] u32
   int64_t sort_flags = 0;   // [kSortMeetings][kMaxCtas] u32: step in which that CTA has come
-  int64_t h = 0;            // [max_routes][I] BF16, in the order of `routes`
+  int64_t h = 0;            // [max_routes][I] BF16, by `routes`; a token tile swizzled
   int64_t y = 0;            // [max_routes][H] BF16, by global route
   int64_t bytes = 0;
 

@@ -24,7 +24,8 @@ __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
   return __fdividef(gate, 1.0f + __expf(-gate)) * up;
 }
 
-// FC1: row g is gate and row g + 8 up of one column of the intermediate. h [route position][I].
+// FC1: row g is gate and row g + 8 up of one column of the intermediate. The rows of a token tile
+// lie in h as FC2's stages hold them: [64 columns][row] of 128 bytes, 16-byte chunks swizzled.
 template <int kWidth>
 __device__ __forceinline__ void store_intermediate(const MoeLayerParams& params,
                                                    const TileSlot& tile,
@@ -34,17 +35,16 @@ __device__ __forceinline__ void store_intermediate(const MoeLayerParams& params,
   const float gate_factor = tile.factors[in_tile][0];
   const float up_factor = tile.factors[in_tile][1];
   const float limit = params.swiglu_limit > 0 ? params.swiglu_limit : __int_as_float(0x7f800000);
-  const int column = row_tile * 32 + warp_in_group * 8 + 2 * (lane & 3);
-  uint16_t* h = params.local.h + int64_t{tile.first_route} * params.intermediate + column;
+  const int chunk = (row_tile & 1) * 4 + warp_in_group;  // of 8 columns: this warp's
+  char* h = reinterpret_cast<char*>(params.local.h) +
+            int64_t{tile.first_route} * params.intermediate * 2 + row_tile / 2 * (tile.rows * 128) +
+            (lane >> 2) * 128 + ((chunk ^ (lane >> 2)) << 4) + 4 * (lane & 3);
 #pragma unroll
   for (int j = 0; j < kWidth / 8; ++j) {
     const float first = swiglu(acc[4 * j] * gate_factor, acc[4 * j + 2] * up_factor, limit);
     const float second = swiglu(acc[4 * j + 1] * gate_factor, acc[4 * j + 3] * up_factor, limit);
     const uint32_t pair = ptx::movmatrix_trans(pack_bf16(first, second));
-    const int row = 8 * j + (lane >> 2);
-    if (row < tile.rows) {
-      *reinterpret_cast<uint32_t*>(h + int64_t{row} * params.intermediate) = pair;
-    }
+    if (8 * j + (lane >> 2) < tile.rows) *reinterpret_cast<uint32_t*>(h + j * 1024) = pair;
   }
 }
 

@@ -16,10 +16,10 @@
 //   combine
 namespace expertd::cuda::moe_layer {
 
-__device__ __forceinline__ void init_barriers() {
+__device__ __forceinline__ void init_barriers(bool joined) {
   SharedState* state = &shared_state();
   for (int i = 0; i < kMaxStages; ++i) {
-    ptx::mbarrier_init(ptx::shared_address(&state->full[i]), 1);
+    ptx::mbarrier_init(ptx::shared_address(&state->full[i]), joined ? 2 : 1);
     ptx::mbarrier_init(ptx::shared_address(&state->empty[i]), kExpertWarps);
     ptx::mbarrier_init(ptx::shared_address(&state->token_full[i]), 1);
     ptx::mbarrier_init(ptx::shared_address(&state->token_empty[i]), kExpertWarps);
@@ -38,10 +38,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     moe_layer_kernel(const __grid_constant__ MoeLayerParams params) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
   const int lane = threadIdx.x & 31;
+  constexpr int kTokens = Largest<kWidths...>();
   const bool claims = warp == kExpertWarps && lane == 0;
   if (threadIdx.x == 0) {
     mark(params, kMarkStart);
-    init_barriers();
+    init_barriers(HasJoinedBarrier(kTokens));
   }
   if (claims) open_step(params);
   sort_routes(params, warp, lane);
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp == kWarps - 1) {
       announce_tiles(params, lane);
     } else if (warp > kExpertWarps) {
-      TokenRole(params, warp - kExpertWarps - 1, lane).run();
+      TokenRole<kTokens>(params, warp - kExpertWarps - 1, lane).run();
     } else if (claims) {
       WeightRole<kFormat, kWidths...>(params).run(blockIdx.x);
       mark(params, kMarkLastTile);

@@ -28,8 +28,8 @@ MoeLayerParams CompleteParams(MoeLayerParams params, layout::WeightFormat format
   params.num_stages = config.num_stages;
   params.num_token_stages = config.num_token_stages;
   params.token_stage_bytes = TokenStageBytes(config.token_tile);
-  params.weights_offset = kStateBytes + config.num_token_stages * params.token_stage_bytes;
-  params.tables_offset = params.weights_offset + config.num_stages * WeightStageBytes(format);
+  params.tokens_offset = kStateBytes + config.num_stages * WeightStageBytes(format);
+  params.tables_offset = params.tokens_offset + config.num_token_stages * params.token_stage_bytes;
   return params;
 }
 

@@ -103,11 +103,12 @@ struct MoeLayerParams {
   LocalMemory local;  // set by Launch
 
   // configuration (kernel_config.h)
-  int32_t token_tile = 0;          // most rows of a token tile, multiple of 8
-  int32_t num_stages = 0;          // of the weight ring
-  int32_t num_token_stages = 0;    // of the token ring
-  uint32_t token_stage_bytes = 0;  // shared memory, set by Launch: see shared_memory.cuh
-  uint32_t weights_offset = 0;
+  int32_t token_tile = 0;        // most rows of a token tile, multiple of 8
+  int32_t num_stages = 0;        // of the weight ring
+  int32_t num_token_stages = 0;  // of the token ring, at most as many
+  // Shared memory, set by Launch: see shared_memory.cuh.
+  uint32_t token_stage_bytes = 0;
+  uint32_t tokens_offset = 0;
   uint32_t tables_offset = 0;
   // Most routes of a step that every CTA sorts for itself; tests have fewer.
   int32_t own_sort_routes = layout::kOwnSortRoutes;

@@ -3,6 +3,7 @@
 #include "kernels/cuda/moe_layer/role_dispatch.cuh"
 #include "kernels/cuda/moe_layer/role_return.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
+#include "kernels/cuda/ptx/copy.cuh"
 
 // One warp tells the other CTAs that a tile's results are there: when all multiplying warps have
 // stored theirs, one fence for all of them (it covers what this warp has observed) and a flag for
@@ -37,6 +38,7 @@ struct AnnounceRole {
   __device__ __forceinline__ void announce() {
     const Tile& tile = shared_state().tiles[slot.index].tile;
     if (lane < tile.num_row_tiles && may_announce(tile)) {
+      ptx::fence_proxy_async_global();  // h is read by the copy engine
       ptx::fence_acq_rel_gpu();
       ptx::st_relaxed_gpu(flags_of(tile) + tile.first_row_tile + lane, params.step);
     }

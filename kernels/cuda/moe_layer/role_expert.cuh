@@ -14,7 +14,7 @@ namespace expertd::cuda::moe_layer {
 template <layout::WeightFormat kFormat, int... kWidths>
 struct ExpertRole {
   static constexpr uint32_t kUnit = layout::UnitBytes(kFormat);
-  static constexpr uint32_t kWeightStage = WeightStageBytes(kFormat);
+  static constexpr bool kJoined = HasJoinedBarrier(Largest<kWidths...>());
   using Packed = PackedFragment<kFormat>;
   // Up to this width registers allow two blocks of K32 in a group of wgmma.
   static constexpr int kWideGroupTokens = 40;
@@ -26,20 +26,20 @@ struct ExpertRole {
   int group;  // warpgroup
   int warp;   // in the warpgroup
   int lane;
-  PipelineState stage;        // weight ring
-  PipelineState token_stage;  // token ring
+  PipelineState stage;
+  PipelineState tokens;
   PipelineState slot;
 
-  __device__ __forceinline__ void wait_weights() const {
-    waiter.wait(full_barrier(stage.index), stage.phase);
-  }
   __device__ __forceinline__ void wait_tokens() const {
-    waiter.wait(token_full_barrier(token_stage.index), token_stage.phase);
+    if constexpr (!kJoined) waiter.wait(token_full_barrier(tokens.index), tokens.phase);
+  }
+  __device__ __forceinline__ void wait_stage() const {
+    waiter.wait(full_barrier(stage.index), stage.phase);
   }
 
   __device__ __forceinline__ void load(Packed& packed, int unit) const {
-    const uint32_t base = weight_stage_address(params, stage.index, kWeightStage) +
-                          (unit * layout::kGroupTiles + group) * kUnit;
+    const uint32_t base =
+        weight_stage_address<kFormat>(stage.index) + (unit * layout::kGroupTiles + group) * kUnit;
     packed.load(base + (warp * 32 + lane) * 16,
                 base + layout::ScaleWordOffset(kFormat, warp * 16 + lane / 4, 0));
   }
@@ -48,9 +48,14 @@ struct ExpertRole {
     if (lane == 0) ptx::mbarrier_arrive(empty_barrier(stage.index));
     stage.advance(params.num_stages);
   }
-  __device__ __forceinline__ void release_tokens(int index) const {
-    if (lane == 0) ptx::mbarrier_arrive(token_empty_barrier(index));
+  // What the warp arrives on when it has multiplied the current stage, or kNoBarrier.
+  __device__ __forceinline__ uint32_t tokens_held() const {
+    return lane == 0 ? token_empty_barrier(tokens.index) : kNoBarrier;
   }
+  __device__ __forceinline__ static void release(uint32_t barrier) {
+    if (barrier != kNoBarrier) ptx::mbarrier_arrive(barrier);
+  }
+  __device__ __forceinline__ void next_tokens() { tokens.advance(params.num_token_stages); }
 
   // acc += K [32 kFirst, 32 (kFirst + kBlocks)) of a unit x tokens: one group of wgmma, in flight
   // while the next is expanded.
@@ -71,19 +76,19 @@ struct ExpertRole {
     ptx::wgmma_wait<1>();
   }
 
-  // acc += unit x tokens. `released`: token stage before this one, whose last group has ended after
-  // the first group here; or -1.
+  // acc += unit x tokens. `held`: token barrier of the stage before this one, whose last group has
+  // ended after the first group here, or kNoBarrier.
   template <int kWidth>
   __device__ __forceinline__ void multiply(Accumulators<kWidth>& acc, const Packed& packed,
-                                           uint64_t tokens, int released) const {
+                                           uint64_t tokens, uint32_t held) const {
     const ScaleFragment<kFormat> scale(packed);
     if constexpr (kWidth <= kWideGroupTokens) {
       multiply_group<kWidth, 0, 2>(acc, packed, scale, tokens);
-      if (released >= 0) release_tokens(released);
+      release(held);
       multiply_group<kWidth, 2, 2>(acc, packed, scale, tokens);
     } else {
       multiply_group<kWidth, 0, 1>(acc, packed, scale, tokens);
-      if (released >= 0) release_tokens(released);
+      release(held);
       multiply_group<kWidth, 1, 1>(acc, packed, scale, tokens);
       multiply_group<kWidth, 2, 1>(acc, packed, scale, tokens);
       multiply_group<kWidth, 3, 1>(acc, packed, scale, tokens);
@@ -91,8 +96,28 @@ struct ExpertRole {
   }
 
   __device__ __forceinline__ uint64_t token_descriptor() const {
-    const uint32_t address = token_stage_address(params, token_stage.index);
+    const uint32_t address = token_stage_address(params, tokens.index);
     return ptx::kDescriptor | __shfl_sync(0xffffffffu, address >> 4, 0);
+  }
+
+  // One stage: `first` is the first unit of it, and becomes that of the next stage.
+  template <int kWidth>
+  __device__ __forceinline__ void multiply_stage(Accumulators<kWidth>& acc, Packed& first,
+                                                 Packed& second, int& left, uint32_t& held) {
+    load(second, 1);  // garbage if the stage has one unit
+    wait_tokens();
+    const uint64_t tokens = token_descriptor();
+    const uint32_t current = tokens_held();
+    next_tokens();
+    multiply<kWidth>(acc, first, tokens, held);
+    held = current;
+    release_weights();  // both units are in registers
+    left -= 2;
+    if (left > 0) {
+      wait_stage();
+      load(first, 0);
+    }
+    if (left >= 0) multiply<kWidth>(acc, second, tokens + 2 * (kWidth * 8), kNoBarrier);
   }
 
   template <int kWidth>
@@ -100,30 +125,17 @@ struct ExpertRole {
     Accumulators<kWidth> acc;
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) acc[i] = 0.0f;
-    Packed first, second;
-    int previous = -1;
+    uint32_t held = kNoBarrier;
     int left = tile.num_units;
-    wait_weights();
+    Packed first, second;
+    wait_stage();
     load(first, 0);
 #pragma unroll 1
     do {
-      load(second, 1);  // garbage if the stage has one unit
-      wait_tokens();
-      const uint64_t tokens = token_descriptor();
-      const int current = token_stage.index;
-      token_stage.advance(params.num_token_stages);
-      multiply<kWidth>(acc, first, tokens, previous);
-      release_weights();  // all of the stage is in registers
-      left -= kStageUnits;
-      if (left > 0) {
-        wait_weights();
-        load(first, 0);
-      }
-      if (left >= 0) multiply<kWidth>(acc, second, tokens + 2 * (kWidth * 8), -1);
-      previous = current;
+      multiply_stage<kWidth>(acc, first, second, left, held);
     } while (left > 0);
     ptx::wgmma_wait<0>();
-    release_tokens(previous);
+    release(held);
     const int row_tile = tile.tile.first_row_tile + group;
     if (tile.tile.phase == Phase::kFc1) {
       store_intermediate<kWidth>(params, tile, acc, row_tile, warp, ptx::lane_id());
@@ -135,11 +147,11 @@ struct ExpertRole {
   // A tile that is too low for this warpgroup leaves it idle.
   __device__ __forceinline__ void skip_tile(const TileSlot& tile) {
     for (int i = num_stages_of(tile); i > 0; --i) {
-      wait_weights();
+      wait_stage();
       release_weights();
-      waiter.wait(token_full_barrier(token_stage.index), token_stage.phase);
-      release_tokens(token_stage.index);
-      token_stage.advance(params.num_token_stages);
+      wait_tokens();
+      release(tokens_held());
+      next_tokens();
     }
   }
 

@@ -1,46 +1,61 @@
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/cuda/moe_layer/exchange.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 #include "kernels/cuda/ptx/copy.cuh"
 
-// Warps that gather the rows of each token tile into the ring, in turns: warp w takes every
-// kTokenWarps-th stage. Rows come from x for FC1 and from h for FC2 and lie 128-byte swizzled, as
-// wgmma reads them; rows past the tile's last and K past the matrix's end become zeros. A stage is
-// announced when its copies have landed and are visible to wgmma. The first stage of an FC2 tile
-// waits until the intermediate of its tokens is complete.
+// Warps that bring the token rows of each tile into the ring, in turns: warp w takes every
+// kTokenWarps-th stage. For FC1 they gather rows of x, 128-byte swizzled, as wgmma reads them: a
+// stage is announced when its copies have landed and are visible to wgmma, and meanwhile the warp
+// starts its next. For FC2 the rows of h lie ready in that form and bulk copies bring them; a
+// tile's first stage waits until the intermediate of its tokens is complete. Rows past the tile's
+// last are whatever was there: they end in columns that nobody stores. K past the matrix's end,
+// where weights are zero, becomes zeros.
 namespace expertd::cuda::moe_layer {
 
+// kTokens: most rows of a tile.
+template <int kTokens>
 struct TokenRole {
-  static constexpr int kLaneRows = (kMaxTokenTile + 31) / 32;
+  static constexpr int kLaneRows = (kTokens + 31) / 32;
+  static constexpr int kRowGroups = kTokens / 4;  // a warp copies 128 bytes of four rows at once
 
   const MoeLayerParams& params;
   Waiter waiter;
   int warp;  // 0..kTokenWarps-1
   int lane;
   PipelineState stage;  // of this warp's next stage
+  PipelineState place;  // of its tokens
   PipelineState slot;
-  int ahead;  // stages from the current tile's first to it
+  int ahead;         // stages from the current tile's first to it
+  uint32_t pending;  // barrier of the stage whose copies are under way, or kNoBarrier
 
   __device__ __forceinline__ TokenRole(const MoeLayerParams& p, int token_warp, int token_lane)
-      : params(p), waiter{p}, warp(token_warp), lane(token_lane), ahead(token_warp) {
+      : params(p),
+        waiter{p},
+        warp(token_warp),
+        lane(token_lane),
+        ahead(token_warp),
+        pending(kNoBarrier) {
     stage.index = token_warp;
+    place.index = token_warp;
   }
 
   // With several ranks a row of FC1 lies in x or among what peers sent: the top bit of `source`
   // says which, the rest counts from there.
   static constexpr uint32_t kFromPeer = 0x80000000u;
 
-  // What a lane knows of the tile's rows l, l + 32, ... : their routes and where they begin, in
-  // units of 16 bytes from the tensor's begin. And one of the tile's factors.
+  // What a lane knows of the tile's rows l, l + 32, ... : their routes and where they begin for
+  // FC1, in units of 16 bytes. And one of the tile's factors.
   struct Rows {
     uint32_t route[kLaneRows];
     uint32_t source[kLaneRows];
     float factor;
   };
 
-  __device__ __forceinline__ void find_rows(const TileSlot& tile, bool is_fc1, uint32_t row_chunks,
-                                            Rows& rows) const {
+  __device__ __forceinline__ void find_rows(const TileSlot& tile, bool is_fc1, Rows& rows) const {
+    const uint32_t row_chunks = params.hidden / 8;
     const int row_tiles = is_fc1 ? params.intermediate / 32 : params.hidden / 64;
     const float* factors = (is_fc1 ? params.fc1_factors : params.fc2_factors) +
                            (int64_t{tile.tile.slot} * row_tiles + tile.tile.first_row_tile) * 2;
@@ -56,8 +71,6 @@ struct TokenRole {
       if (is_fc1) {
         rows.source[i] = token_row(rows.route[i]) * row_chunks;
         if (params.peers.num_ranks > 1) rows.source[i] |= peer_bit(rows.route[i]);
-      } else {
-        rows.source[i] = position * row_chunks;
       }
     }
   }
@@ -126,86 +139,183 @@ struct TokenRole {
     });
   }
 
-  // K range of one stage of all rows: `from` is the lane's chunk of it in row 0, `from_peer` that
-  // of what peers sent. A warp copies 128 bytes of four rows at once. kTail: only the first
-  // `blocks` of the four 128-byte blocks are there.
-  template <bool kPeers, bool kTail>
-  __device__ __forceinline__ void copy_stage(int width, int rows, const char* from,
-                                             const char* from_peer,
-                                             const uint32_t (&source)[kLaneRows],
-                                             int blocks) const {
-    const int first_row = lane >> 3;
-    const uint32_t block_bytes = width * 128;
-    // Rows r and r + 4 differ in one bit of the swizzle.
-    uint32_t to = token_stage_address(params, stage.index) + first_row * 128 +
-                  (((lane & 7) ^ first_row) << 4);
+  __device__ __forceinline__ void next_stage() {
+    ahead += kTokenWarps;
+    for (int i = 0; i < kTokenWarps; ++i) {
+      stage.advance(params.num_stages);
+      place.advance(params.num_token_stages);
+    }
+  }
+
+  // Zeros for the 64 of K behind the matrix's end that share a unit with the last.
+  __device__ __forceinline__ void zero_block(int width, int block) const {
+    const uint32_t to =
+        token_stage_address(params, place.index) + block * (width * 128) + lane * 16;
+    for (int i = 0; i < width / 4; ++i) ptx::st_shared_zero_v4(to + i * 512);
+    ptx::fence_proxy_async_shared();
+  }
+
+  // The pending stage's copies, all groups but the last kLater, have landed: says so.
+  template <int kLater>
+  __device__ __forceinline__ void announce_pending() {
+    if (pending == kNoBarrier) return;
+    ptx::cp_async_wait<kLater>();
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(pending);
+    pending = kNoBarrier;
+  }
+
+  // What this warp's next stage is announced on.
+  __device__ __forceinline__ uint32_t full() const {
+    return HasJoinedBarrier(kTokens) ? full_barrier(stage.index) : token_full_barrier(place.index);
+  }
+
+  // The next stage's place is free. Copies under way must not wait for those who wait for them.
+  __device__ __forceinline__ void wait_empty() {
+    const uint32_t barrier = token_empty_barrier(place.index);
+    if (__all_sync(0xffffffffu, ptx::mbarrier_test_wait(barrier, place.phase ^ 1u))) return;
+    announce_pending<0>();
+    waiter.wait(barrier, place.phase ^ 1u);
+    __syncwarp();
+  }
+
+  // Blocks of 64 of K of all rows of x. `source` [row group]: where the lane's row begins; `from`:
+  // the lane's chunk of row 0.
+  template <int kBlocks>
+  __device__ __forceinline__ static void copy_own(uint32_t to, uint32_t block_bytes,
+                                                  const uint32_t (&source)[kRowGroups],
+                                                  int last_row, const char* from) {
+    uint32_t targets[2][kBlocks];  // of even and odd groups: they differ in one bit of the swizzle
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      targets[0][block] = to + block * block_bytes;
+      targets[1][block] = targets[0][block] ^ 64u;
+    }
+#pragma unroll
+    for (int group = 0; group < kRowGroups; ++group) {
+      if (4 * group > last_row) break;
+      const char* row = from + uint64_t{source[group]} * 16;
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        ptx::cp_async_16(targets[group % 2][block] + group * 512, row + block * 128);
+      }
+    }
+  }
+
+  // The same of rows of which some are peers'.
+  template <int kBlocks>
+  __device__ __forceinline__ void copy_mixed(uint32_t to, uint32_t block_bytes, const Rows& rows,
+                                             int last_row, const char* from,
+                                             const char* from_peer) const {
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
-#pragma unroll 2
-      for (int row = 32 * i; row < min(width, 32 * i + 32); row += 8) {
+#pragma unroll 1
+      for (int first = 32 * i; first <= min(last_row, 32 * i + 31); first += 4) {
+        const int row = min(first + (lane >> 3), last_row);
+        const uint32_t offset = __shfl_sync(0xffffffffu, rows.source[i], row & 31);
+        const char* base = (offset & kFromPeer) != 0 ? from_peer : from;
+        base += uint64_t{offset & ~kFromPeer} * 16;
+        const uint32_t target = (to ^ (first & 4) << 4) + first * 128;
 #pragma unroll
-        for (int r = 0; r < 8; r += 4) {
-          const uint32_t offset = __shfl_sync(0xffffffffu, source[i], (row & 31) + r + first_row);
-          const char* row_from = from + uint64_t{offset} * 16;
-          if (kPeers && (offset & kFromPeer) != 0) {
-            row_from = from_peer + uint64_t{offset & ~kFromPeer} * 16;
-          }
-          const uint32_t row_to = r == 0 ? to : (to ^ 64u) + 512;
-          const uint32_t bytes = row + r + first_row < rows ? 16 : 0;
-#pragma unroll
-          for (int block = 0; block < kStageK / 64; ++block) {
-            ptx::cp_async_16(row_to + block * block_bytes, row_from + block * 128,
-                             kTail && block >= blocks ? 0 : bytes);
-          }
+        for (int block = 0; block < kBlocks; ++block) {
+          ptx::cp_async_16(target + block * block_bytes, base + block * 128);
         }
-        to += 1024;
       }
     }
   }
 
-  template <bool kPeers>
-  __device__ __forceinline__ void copy(int width, int rows, const char* from, const char* from_peer,
-                                       const uint32_t (&source)[kLaneRows], int blocks) const {
-    if (blocks >= kStageK / 64) {
-      copy_stage<kPeers, false>(width, rows, from, from_peer, source, blocks);
-    } else {
-      copy_stage<kPeers, true>(width, rows, from, from_peer, source, blocks);
-    }
-  }
-
-  __device__ __forceinline__ void gather(TileSlot& tile) {
+  // FC1. kMixed: some rows are peers'.
+  template <bool kMixed>
+  __device__ __forceinline__ void gather(const TileSlot& tile, const Rows& rows) {
     const int num_stages = num_stages_of(tile);
-    if (ahead < num_stages) {
-      const bool is_fc1 = tile.tile.phase == Phase::kFc1;
-      const int k_end = is_fc1 ? params.hidden : params.intermediate;
-      const bool peers = is_fc1 && params.peers.num_ranks > 1;
-      const char* base = reinterpret_cast<const char*>(is_fc1 ? params.x : params.local.h);
-      const char* peer_base = reinterpret_cast<const char*>(params.local.peer_tokens);
-      const int width = tile.width;
-      const int rows = tile.rows;
-      Rows known;
-      find_rows(tile, is_fc1, k_end / 8, known);
-      if (!is_fc1) wait_for_fc1(tile.tile.token_tile);
-      if (peers) wait_for_tokens(known, rows);
-      for (; ahead < num_stages; ahead += kTokenWarps) {
-        waiter.wait(token_empty_barrier(stage.index), stage.phase ^ 1u);
-        __syncwarp();
-        const int blocks = (k_end - ahead * kStageK) / 64;
-        const int column = ahead * (kStageK * 2) + (lane & 7) * 16;
-        if (peers) {
-          copy<true>(width, rows, base + column, peer_base + column, known.source, blocks);
-        } else {
-          copy<false>(width, rows, base + column, nullptr, known.source, blocks);
-        }
-        if (ahead == 0) leave_rows(tile, known);
-        ptx::cp_async_wait_all();
-        ptx::fence_proxy_async_shared();
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(token_full_barrier(stage.index));
-        stage.advance(params.num_token_stages, kTokenWarps);
+    const uint32_t block_bytes = tile.width * 128;
+    const int last_row = tile.rows - 1;
+    const int first_row = lane >> 3;
+    uint32_t source[kRowGroups];
+    if constexpr (!kMixed) {
+#pragma unroll
+      for (int group = 0; group < kRowGroups; ++group) {
+        const int row = min(4 * group + first_row, last_row);
+        source[group] = __shfl_sync(0xffffffffu, rows.source[4 * group / 32], row & 31);
       }
     }
-    ahead -= num_stages;
+    const uint32_t in_stage = first_row * 128 + (((lane & 7) ^ first_row) << 4);
+    for (; ahead < num_stages; next_stage()) {
+      wait_empty();
+      const int blocks = params.hidden / 64 - ahead * kStageBlocks;
+      const int column = ahead * (kStageK * 2) + (lane & 7) * 16;
+      const char* from = reinterpret_cast<const char*>(params.x) + column;
+      const char* from_peer = reinterpret_cast<const char*>(params.local.peer_tokens) + column;
+      uint32_t to = token_stage_address(params, place.index) + in_stage;
+      const auto copy = [&](auto count) {
+        if constexpr (kMixed) {
+          copy_mixed<count>(to, block_bytes, rows, last_row, from, from_peer);
+        } else {
+          copy_own<count>(to, block_bytes, source, last_row, from);
+        }
+      };
+      if (blocks >= kStageBlocks) {
+        copy(std::integral_constant<int, kStageBlocks>());
+      } else {
+#pragma unroll 1
+        for (int block = 0; block < blocks; ++block) {
+          copy(std::integral_constant<int, 1>());
+          to += block_bytes;
+          from += 128;
+          from_peer += 128;
+        }
+        if (blocks % 2 != 0) zero_block(tile.width, blocks);
+      }
+      ptx::cp_async_commit();
+      announce_pending<1>();
+      pending = full();
+    }
+    announce_pending<0>();
+  }
+
+  __device__ __forceinline__ void copy_intermediate(const TileSlot& tile) {
+    wait_for_fc1(tile.tile.token_tile);
+    __syncwarp();
+    ptx::fence_proxy_async_global();
+    const int num_stages = num_stages_of(tile);
+    const uint32_t block_bytes = tile.rows * 128;
+    const char* h = reinterpret_cast<const char*>(params.local.h) +
+                    int64_t{tile.first_route} * params.intermediate * 2;
+    for (; ahead < num_stages; next_stage()) {
+      wait_empty();
+      const int first_block = ahead * kStageBlocks;
+      const int blocks = min(params.intermediate / 64 - first_block, kStageBlocks);
+      if (blocks % 2 != 0) zero_block(tile.width, blocks);
+      __syncwarp();
+      const uint32_t barrier = full();
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier, blocks * block_bytes);
+      __syncwarp();
+      if (lane < blocks) {
+        ptx::bulk_copy(token_stage_address(params, place.index) + lane * (tile.width * 128),
+                       h + (first_block + lane) * block_bytes, block_bytes, barrier);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void bring(TileSlot& tile) {
+    if (ahead < num_stages_of(tile)) {
+      const bool is_fc1 = tile.tile.phase == Phase::kFc1;
+      Rows rows;
+      find_rows(tile, is_fc1, rows);
+      if (ahead == 0) leave_rows(tile, rows);
+      if (is_fc1) {
+        if (params.peers.num_ranks > 1) {
+          wait_for_tokens(rows, tile.rows);
+          gather<true>(tile, rows);
+        } else {
+          gather<false>(tile, rows);
+        }
+      } else {
+        copy_intermediate(tile);
+      }
+    }
+    ahead -= num_stages_of(tile);
   }
 
   __device__ __forceinline__ void run() {
@@ -214,7 +324,7 @@ struct TokenRole {
       __syncwarp();
       TileSlot& tile = shared_state().tiles[slot.index];
       if (tile.rows < 0) break;
-      gather(tile);
+      bring(tile);
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(tile_empty_barrier(slot.index));
       slot.advance(kTileSlots);

@@ -74,7 +74,7 @@ struct WeightRole {
     for (int unit = 0; unit < units; unit += kStageUnits) {
       waiter.wait(empty_barrier(stage.index), stage.phase ^ 1u);
       const uint32_t full = full_barrier(stage.index);
-      const uint32_t target = weight_stage_address(params, stage.index, WeightStageBytes(kFormat));
+      const uint32_t target = weight_stage_address<kFormat>(stage.index);
       const bool both = unit + 1 < units;
       ptx::mbarrier_arrive_expect_tx(full, both ? 2 * bytes : bytes);
       if (both && bytes == layout::kGroupTiles * kUnit) {

@@ -28,6 +28,16 @@ EXPERTD_HD constexpr int RoundUp(int rows) {
   return kFirst;
 }
 
+// The largest of the ascending widths.
+template <int kFirst, int... kRest>
+EXPERTD_HD constexpr int Largest() {
+  if constexpr (sizeof...(kRest) > 0) {
+    return Largest<kRest...>();
+  } else {
+    return kFirst;
+  }
+}
+
 enum class Phase : int32_t { kFc1 = 0, kFc2 = 1 };
 
 struct Tile {

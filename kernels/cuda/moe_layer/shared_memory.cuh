@@ -10,7 +10,7 @@
 
 // Shared memory of a CTA:
 //   [SharedState, padded to kStateBytes]
-//   [ring: tokens, num_token_stages x token_tile rows][ring: weights, num_stages x weight stage]
+//   [ring: weights, num_stages x weight stage][ring: tokens, num_token_stages x token_tile rows]
 //   [route_begin, slots + 1][tile_begin, slots + 1]
 // While routes are sorted the rings hold their counts. Everything before the tables has an address
 // that is a constant or comes from the parameters: roles keep no pointers in registers.
@@ -37,9 +37,9 @@ struct Sources {
 };
 
 struct SharedState {
-  uint64_t full[kMaxStages];         // weights loaded: 1 arrival and the bytes
+  uint64_t full[kMaxStages];         // weights loaded, 1 arrival and the bytes; joined: tokens too
   uint64_t empty[kMaxStages];        // weights in registers: kExpertWarps arrivals
-  uint64_t token_full[kMaxStages];   // tokens loaded: 1 arrival
+  uint64_t token_full[kMaxStages];   // tokens loaded: 1 arrival, and the bytes for FC2
   uint64_t token_empty[kMaxStages];  // tokens multiplied: kExpertWarps arrivals
   uint64_t tile_full[kTileSlots];    // tile claimed: 1 arrival
   uint64_t tile_done[kTileSlots];    // results stored: kExpertWarps arrivals
@@ -58,17 +58,18 @@ __device__ __forceinline__ SharedState& shared_state() {
 }
 
 // Barriers by ring index.
+inline constexpr uint32_t kNoBarrier = 0xffffffffu;
 __device__ __forceinline__ uint32_t full_barrier(int stage) {
   return ptx::shared_address(shared_state().full) + stage * 8;
 }
 __device__ __forceinline__ uint32_t empty_barrier(int stage) {
   return ptx::shared_address(shared_state().empty) + stage * 8;
 }
-__device__ __forceinline__ uint32_t token_full_barrier(int stage) {
-  return ptx::shared_address(shared_state().token_full) + stage * 8;
+__device__ __forceinline__ uint32_t token_full_barrier(int place) {
+  return ptx::shared_address(shared_state().token_full) + place * 8;
 }
-__device__ __forceinline__ uint32_t token_empty_barrier(int stage) {
-  return ptx::shared_address(shared_state().token_empty) + stage * 8;
+__device__ __forceinline__ uint32_t token_empty_barrier(int place) {
+  return ptx::shared_address(shared_state().token_empty) + place * 8;
 }
 __device__ __forceinline__ uint32_t tile_full_barrier(int slot) {
   return ptx::shared_address(shared_state().tile_full) + slot * 8;
@@ -80,15 +81,19 @@ __device__ __forceinline__ uint32_t tile_empty_barrier(int slot) {
   return ptx::shared_address(shared_state().tile_empty) + slot * 8;
 }
 
-// Ring memory, as shared addresses.
-__device__ __forceinline__ uint32_t token_stage_address(const MoeLayerParams& params, int stage) {
+// Ring memory, as shared addresses. Weights: [unit of K][64-row tile] packed units. Tokens: [64 of
+// K][row] of 128 bytes, swizzled. Both start on 1024 bytes.
+template <layout::WeightFormat kFormat>
+__device__ __forceinline__ uint32_t weight_stage_address(int stage) {
   return ptx::shared_address(ptx::dynamic_shared_memory()) + kStateBytes +
+         stage * WeightStageBytes(kFormat);
+}
+__device__ __forceinline__ uint32_t token_stage_address(const MoeLayerParams& params, int stage) {
+  return ptx::shared_address(ptx::dynamic_shared_memory()) + params.tokens_offset +
          stage * params.token_stage_bytes;
 }
-__device__ __forceinline__ uint32_t weight_stage_address(const MoeLayerParams& params, int stage,
-                                                         uint32_t stage_bytes) {
-  return ptx::shared_address(ptx::dynamic_shared_memory()) + params.weights_offset +
-         stage * stage_bytes;
+__device__ __forceinline__ int num_stages_of(const TileSlot& tile) {
+  return (tile.num_units + kStageUnits - 1) / kStageUnits;
 }
 
 // The rank whose token a route is of; `from` is not above it.
@@ -119,22 +124,15 @@ __device__ __forceinline__ uint8_t* route_owners(const MoeLayerParams& params) {
   return params.local.owners + shared_state().list_begin;
 }
 
-__device__ __forceinline__ int num_stages_of(const TileSlot& tile) {
-  return (tile.num_units + kStageUnits - 1) / kStageUnits;
-}
-
 // Index in a ring and the parity of its current round.
 struct PipelineState {
   int index = 0;
   uint32_t phase = 0;
 
-  // `step` is at most `size`.
-  __device__ __forceinline__ void advance(int size, int step = 1) {
-    index += step;
-    if (index >= size) {
-      index -= size;
-      phase ^= 1u;
-    }
+  __device__ __forceinline__ void advance(int size) {
+    const bool wraps = index + 1 == size;
+    index = wraps ? 0 : index + 1;
+    phase ^= wraps ? 1u : 0u;
   }
 };
 

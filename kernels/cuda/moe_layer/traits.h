@@ -31,10 +31,6 @@ inline constexpr int kCombineBarrier = 1;
 inline constexpr int kCombiningThreads = (kExpertWarps + 1) * 32;
 inline constexpr int kReturnBarrier = 2;  // warps that combine: a round's partial rows are stored
 
-// A stage of the two rings: 256 of K, for up to 256 weight rows and for the tokens of a tile.
-inline constexpr int kStageUnits = 2;
-inline constexpr int kStageK = kStageUnits * layout::kUnitK;
-inline constexpr int kTokenRowBytes = kStageK * 2;  // BF16
 inline constexpr int kMaxStages = 6;
 inline constexpr int kMaxTokenTile = 80;
 // A compiled variant has two or three token widths (N of the multiplication) and serves launches
@@ -60,10 +56,19 @@ constexpr bool HasWidth(layout::WeightFormat format, int tokens) {
   return format == layout::WeightFormat::kMx || (tokens != 40 && tokens != 56);
 }
 
+// A stage: 256 of K, for up to 256 weight rows and for the tokens of a tile.
+inline constexpr int kStageUnits = 2;
+inline constexpr int kStageBlocks = kStageUnits * 2;  // of 64 of K
+inline constexpr int kStageK = kStageUnits * layout::kUnitK;
 constexpr int WeightStageBytes(layout::WeightFormat format) {
   return kStageUnits * layout::kGroupTiles * layout::UnitBytes(format);
 }
-constexpr int TokenStageBytes(int token_tile) { return token_tile * kTokenRowBytes; }
+constexpr int TokenStageBytes(int token_tile) { return token_tile * kStageK * 2; }
+
+// Narrow variants are short of instruction slots: a stage's weights and tokens have one barrier, so
+// that the multiplying warps wait once. Wide ones are short of tokens: they wait for them apart,
+// when the weights are in registers.
+constexpr bool HasJoinedBarrier(int variant_tokens) { return variant_tokens <= 32; }
 
 // Times that a CTA notes down when the kernel is built with EXPERTD_MOE_TIMING.
 enum TimingMark {

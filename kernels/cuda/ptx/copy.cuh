@@ -21,23 +21,41 @@ __device__ __forceinline__ void bulk_copy(uint32_t destination, const void* sour
       : "memory");
 }
 
-// 16 bytes through L2, of which `source_bytes` (0 or 16) are read and the rest is zero.
-__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source,
-                                            uint32_t source_bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
-               "r"(source_bytes)
+// The same without a hint on how long L2 keeps it.
+__device__ __forceinline__ void bulk_copy(uint32_t destination, const void* source, uint32_t bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// 16 bytes through L2.
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source)
                : "memory");
 }
 
-// All of this thread's.
-__device__ __forceinline__ void cp_async_wait_all() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// All of this thread's groups but the last kPending.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // Orders this thread's ordinary (and cp.async) shared-memory accesses with those of the copy engine
 // and of wgmma.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The same for global memory: what ordinary stores wrote and the copy engine reads.
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 }  // namespace expertd::cuda::ptx

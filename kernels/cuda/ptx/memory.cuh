@@ -82,6 +82,10 @@ __device__ __forceinline__ uint2 ld_shared_v2(uint32_t address) {
   return value;
 }
 
+__device__ __forceinline__ void st_shared_zero_v4(uint32_t address) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
+
 __device__ __forceinline__ uint64_t globaltimer_ns() {
   uint64_t value;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));

@@ -43,6 +43,7 @@ struct Fiber {
   bool timed_out = false;
   // Asynchronous work of the thread.
   std::vector<std::function<void()>> copies;
+  std::deque<std::vector<std::function<void()>>> copy_groups;
   std::vector<std::function<void()>> group;
   std::deque<std::vector<std::function<void()>>> groups;
 };
@@ -344,9 +345,17 @@ void SyncThreads() { SyncBarrier(0, static_cast<int>(Current().cta->fibers.size(
 void Later(std::function<void()> work) { scheduler->Later(std::move(work)); }
 
 void AddCopy(std::function<void()> copy) { Current().copies.push_back(std::move(copy)); }
-void FinishCopies() {
-  for (const auto& copy : Current().copies) copy();
-  Current().copies.clear();
+void CommitCopies() {
+  Fiber& self = Current();
+  self.copy_groups.push_back(std::move(self.copies));
+  self.copies.clear();
+}
+void FinishCopies(int pending) {
+  Fiber& self = Current();
+  while (self.copy_groups.size() > static_cast<size_t>(pending)) {
+    for (const auto& copy : self.copy_groups.front()) copy();
+    self.copy_groups.pop_front();
+  }
 }
 
 void AddToGroup(std::function<void()> work) { Current().group.push_back(std::move(work)); }

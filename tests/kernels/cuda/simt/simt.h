@@ -67,9 +67,10 @@ void SyncBarrier(int barrier, int threads);
 // Done some time later, at the latest when nothing else can run.
 void Later(std::function<void()> work);
 
-// This thread's copies: done by FinishCopies.
+// This thread's copies, in groups: done by FinishCopies, but for the last `pending`.
 void AddCopy(std::function<void()> copy);
-void FinishCopies();
+void CommitCopies();
+void FinishCopies(int pending);
 
 // This thread's multiplications, in groups: done by FinishGroups, but for the last `pending`.
 void AddToGroup(std::function<void()> work);

@@ -23,14 +23,20 @@ inline void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, 
   });
 }
 
-inline void cp_async_16(uint32_t destination, const void* source, uint32_t source_bytes) {
-  uint8_t* const to = simt::dynamic_shared() + destination;
-  simt::AddCopy([=] {
-    std::memset(to, 0, 16);
-    if (source_bytes > 0) std::memcpy(to, source, source_bytes);
-  });
+inline void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+  bulk_copy(destination, source, bytes, barrier, 0);
 }
-inline void cp_async_wait_all() { simt::FinishCopies(); }
+
+inline void cp_async_16(uint32_t destination, const void* source) {
+  uint8_t* const to = simt::dynamic_shared() + destination;
+  simt::AddCopy([=] { std::memcpy(to, source, 16); });
+}
+inline void cp_async_commit() { simt::CommitCopies(); }
+template <int kPending>
+void cp_async_wait() {
+  simt::FinishCopies(kPending);
+}
 inline void fence_proxy_async_shared() {}
+inline void fence_proxy_async_global() {}
 
 }  // namespace expertd::cuda::ptx

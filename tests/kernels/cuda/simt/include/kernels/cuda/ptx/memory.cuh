@@ -44,6 +44,10 @@ inline uint2 ld_shared_v2(uint32_t address) {
   return value;
 }
 
+inline void st_shared_zero_v4(uint32_t address) {
+  std::memset(dynamic_shared_memory() + address, 0, 16);
+}
+
 // Who looks at the clock waits for something.
 inline uint64_t globaltimer_ns() {
   simt::Yield();
