@@ -33,6 +33,29 @@ __device__ __forceinline__ void init_barriers(bool joined) {
   ptx::fence_mbarrier_init();
 }
 
+// This CTA's share of x to L2, if it is small: the first tiles gather from it.
+__device__ __forceinline__ void prefetch_tokens(const MoeLayerParams& params) {
+  constexpr int64_t kMost = 8 << 20;
+  const int64_t bytes = int64_t{params.num_tokens} * params.hidden * 2;
+  if (bytes > kMost) return;
+  const int share = (static_cast<int>(bytes / gridDim.x) + 128) / 128 * 128;
+  const int begin = share * static_cast<int>(blockIdx.x);
+  const int left = min(static_cast<int>(bytes) - begin, share);
+  if (left > 0) ptx::bulk_prefetch(reinterpret_cast<const char*>(params.x) + begin, left);
+}
+
+// Not inlined: inside the kernel its branches cost the compiler the proof that the multiplying
+// loop's values are the same in a whole warp.
+template <layout::WeightFormat kFormat>
+__device__ __noinline__ void route(const MoeLayerParams& params, int warp, int lane) {
+  if (warp == kWarps - 1 && lane == 0) prefetch_tokens(params);
+  RouteSorter(params).sort(warp, lane, [&] {
+    // The CTA's first weights are on their way while routes are placed.
+    if (warp == kExpertWarps && lane == 0) prefetch_weights<kFormat>(params, blockIdx.x);
+    __syncwarp();
+  });
+}
+
 template <layout::WeightFormat kFormat, int... kWidths>
 __global__ void __launch_bounds__(kThreads, 1)
     moe_layer_kernel(const __grid_constant__ MoeLayerParams params) {
@@ -45,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     init_barriers(HasJoinedBarrier(kTokens));
   }
   if (claims) open_step(params);
-  sort_routes(params, warp, lane);
+  route<kFormat>(params, warp, lane);
   ptx::fence_proxy_async_shared();
   __syncthreads();
   if (threadIdx.x == 0) mark(params, kMarkRouted);

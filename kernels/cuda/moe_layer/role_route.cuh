@@ -305,8 +305,10 @@ struct RouteSorter {
     return expert;
   }
 
-  // All threads of the CTA; ends with a barrier.
-  __device__ __forceinline__ void sort(int warp, int lane) const {
+  // All threads of the CTA; a barrier has to follow. `tables_known` is called by all of them, in
+  // short steps only, when the tables are there and the places of the routes are not.
+  template <typename TablesKnown>
+  __device__ __forceinline__ void sort(int warp, int lane, TablesKnown tables_known) const {
     const int thread = warp * 32 + lane;
     const bool alone = params.peers.num_ranks == 1;
     int expert = -1;
@@ -329,8 +331,8 @@ struct RouteSorter {
     __syncthreads();
     if (warp == 0) make_tables(lane);
     __syncthreads();
+    tables_known();
     place<true>(all, warp, lane);
-    __syncthreads();
   }
 
   // The rest of a long step's sort, when the sources are known.
@@ -365,12 +367,6 @@ static __device__ __noinline__ void exchange_routes(const MoeLayerParams& params
 static __device__ __noinline__ void sort_together(const MoeLayerParams& params, int warp,
                                                   int lane) {
   RouteSorter(params).sort_part(warp, lane);
-}
-
-// Not inlined: inside the kernel its branches cost the compiler the proof that the multiplying
-// loop's values are the same in a whole warp.
-static __device__ __noinline__ void sort_routes(const MoeLayerParams& params, int warp, int lane) {
-  RouteSorter(params).sort(warp, lane);
 }
 
 }  // namespace expertd::cuda::moe_layer

@@ -22,22 +22,50 @@ __device__ __forceinline__ uint32_t claim(const MoeLayerParams& params) {
   return gridDim.x + static_cast<uint32_t>(atomicAdd(claim_counter(params), 1ull));
 }
 
+// Where a tile's weights lie: `bytes` of each unit of K, `step` apart.
+struct WeightSource {
+  const uint8_t* first;
+  uint32_t step;
+  uint32_t bytes;
+  int units;
+};
+template <layout::WeightFormat kFormat>
+__device__ __forceinline__ WeightSource weight_source(const MoeLayerParams& params,
+                                                      const Tile& tile) {
+  constexpr uint32_t kUnit = layout::UnitBytes(kFormat);
+  const bool is_fc1 = tile.phase == Phase::kFc1;
+  const layout::PackedMatrix matrix = {kFormat, is_fc1 ? 2 * params.intermediate : params.hidden,
+                                       is_fc1 ? params.hidden : params.intermediate};
+  return {(is_fc1 ? params.fc1_units : params.fc2_units) + tile.slot * matrix.slot_bytes() +
+              matrix.unit_offset(tile.first_row_tile, 0),
+          matrix.group_width(tile.first_row_tile) * kUnit, tile.num_row_tiles * kUnit,
+          matrix.num_units_k()};
+}
+
+// Brings the first weights of tile `index` to L2, as much as the ring will hold.
+template <layout::WeightFormat kFormat>
+__device__ __forceinline__ void prefetch_weights(const MoeLayerParams& params, uint32_t index) {
+  const Schedule& schedule = shared_state().schedule;
+  if (index >= schedule.num_tiles) return;
+  const WeightSource source =
+      weight_source<kFormat>(params, TileAt(schedule, tile_begin(params), index));
+  const int units = min(source.units, kStageUnits * params.num_stages);
+#pragma unroll 1
+  for (int unit = 0; unit < units; ++unit) {
+    ptx::bulk_prefetch(source.first + unit * source.step, source.bytes);
+  }
+}
+
 template <layout::WeightFormat kFormat, int... kWidths>
 struct WeightRole {
   const MoeLayerParams& params;
   Waiter waiter;
-  layout::PackedMatrix fc1;
-  layout::PackedMatrix fc2;
   uint64_t policy;
   PipelineState stage;
   PipelineState slot;
 
   __device__ __forceinline__ explicit WeightRole(const MoeLayerParams& p)
-      : params(p),
-        waiter{p},
-        fc1{kFormat, 2 * p.intermediate, p.hidden},
-        fc2{kFormat, p.hidden, p.intermediate},
-        policy(ptx::policy_evict_first()) {}
+      : params(p), waiter{p}, policy(ptx::policy_evict_first()) {}
 
   __device__ __forceinline__ TileSlot& next_slot() {
     waiter.wait(tile_empty_barrier(slot.index), slot.phase ^ 1u);
@@ -63,29 +91,24 @@ struct WeightRole {
   // One stage: K units 2 stage and, unless past the end, 2 stage + 1.
   __device__ __forceinline__ void stream(const Tile& tile) {
     constexpr uint32_t kUnit = layout::UnitBytes(kFormat);
-    const bool is_fc1 = tile.phase == Phase::kFc1;
-    const layout::PackedMatrix& matrix = is_fc1 ? fc1 : fc2;
-    const uint8_t* source = (is_fc1 ? params.fc1_units : params.fc2_units) +
-                            tile.slot * matrix.slot_bytes() +
-                            matrix.unit_offset(tile.first_row_tile, 0);
-    const uint32_t step = matrix.group_width(tile.first_row_tile) * kUnit;
-    const uint32_t bytes = tile.num_row_tiles * kUnit;
-    const int units = matrix.num_units_k();
-    for (int unit = 0; unit < units; unit += kStageUnits) {
+    WeightSource source = weight_source<kFormat>(params, tile);
+    for (int unit = 0; unit < source.units; unit += kStageUnits) {
       waiter.wait(empty_barrier(stage.index), stage.phase ^ 1u);
       const uint32_t full = full_barrier(stage.index);
       const uint32_t target = weight_stage_address<kFormat>(stage.index);
-      const bool both = unit + 1 < units;
+      const bool both = unit + 1 < source.units;
+      const uint32_t bytes = source.bytes;
       ptx::mbarrier_arrive_expect_tx(full, both ? 2 * bytes : bytes);
       if (both && bytes == layout::kGroupTiles * kUnit) {
-        ptx::bulk_copy(target, source, 2 * bytes, full, policy);
+        ptx::bulk_copy(target, source.first, 2 * bytes, full, policy);
       } else {
-        ptx::bulk_copy(target, source, bytes, full, policy);
+        ptx::bulk_copy(target, source.first, bytes, full, policy);
         if (both) {
-          ptx::bulk_copy(target + layout::kGroupTiles * kUnit, source + step, bytes, full, policy);
+          ptx::bulk_copy(target + layout::kGroupTiles * kUnit, source.first + source.step, bytes,
+                         full, policy);
         }
       }
-      source += kStageUnits * step;
+      source.first += kStageUnits * source.step;
       stage.advance(params.num_stages);
     }
   }

@@ -26,6 +26,13 @@ inline void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, 
 inline void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
   bulk_copy(destination, source, bytes, barrier, 0);
 }
+// Changes nothing, but what it names must be there.
+inline void bulk_prefetch(const void* source, uint32_t bytes) {
+  EXPERTD_CHECK(bytes % 16 == 0 && bytes > 0 && reinterpret_cast<uintptr_t>(source) % 16 == 0);
+  const volatile uint8_t* const from = static_cast<const uint8_t*>(source);
+  (void)from[0];
+  (void)from[bytes - 1];
+}
 
 inline void cp_async_16(uint32_t destination, const void* source) {
   uint8_t* const to = simt::dynamic_shared() + destination;
