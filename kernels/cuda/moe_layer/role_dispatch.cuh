@@ -4,11 +4,12 @@
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 
-// What this rank sends to its peers before they can compute: its ids, weights and row numbers
-// whole, and each token's row once to every rank that has a route of it. Nobody is waited for.
+// What this rank sends before anybody can compute: to its peers its ids, weights and row numbers
+// whole, and each token's row once to every rank that has a route of it, itself included: token
+// warps find all rows in one place. Nobody is waited for. CTA c sends tokens c, c + grid, ...
 //   send_routes   all warps of the CTAs that have a chunk, first of all
-//   send_few      all warps, while the peers' ids are under way: steps of few tokens
-//   TokenSender   one warp of each CTA beside its other work: steps of many tokens
+//   send_first    all warps, the CTA's first rows while the peers' ids are under way
+//   TokenSender   one warp beside its other work: what longer steps have more
 namespace expertd::cuda::moe_layer {
 
 // A fence at system scope waits until every store of the SM has been acknowledged, on a busy link
@@ -68,7 +69,7 @@ __device__ __forceinline__ void send_row(const MoeLayerParams& params, int token
 #pragma unroll 1
     for (uint32_t left = mask; left != 0; left &= left - 1) {
       const int peer = __ffs(left) - 1;
-      uint4* to = reinterpret_cast<uint4*>(peer_tokens(params, params.peers.rank, peer) +
+      uint4* to = reinterpret_cast<uint4*>(token_rows(params, params.peers.rank, peer) +
                                            int64_t{token} * params.hidden);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -86,30 +87,41 @@ __device__ __forceinline__ void flag_row(const MoeLayerParams& params, int token
   }
 }
 
-// CTA c sends token c, all its threads. slot_of(route, expert): global slot or -1.
+inline constexpr int kRowsAtStart = 2;
+
+// slot_of(route, expert): global slot or -1.
 template <typename SlotOf>
-__device__ __forceinline__ void send_few(const MoeLayerParams& params, int warp, int lane,
-                                         SlotOf slot_of) {
-  const int token = static_cast<int>(blockIdx.x);
-  if (is_long(params.num_tokens) || params.stall == kStallTokens) return;
-  if (token >= params.num_tokens) return;
-  uint32_t mine = 0;
-  if (lane < params.top_k) {
-    const int route = token * params.top_k + lane;
-    const int slot = slot_of(route, params.ids[route]);
-    if (slot >= 0) mine = 1u << (slot / params.slots_per_rank);
+__device__ __forceinline__ void send_first(const MoeLayerParams& params, int warp, int lane,
+                                           SlotOf slot_of) {
+  const int grid = static_cast<int>(gridDim.x);
+  const int first = static_cast<int>(blockIdx.x);
+  if (first >= params.num_tokens || params.stall == kStallTokens) return;
+  uint32_t masks[kRowsAtStart];
+#pragma unroll
+  for (int i = 0; i < kRowsAtStart; ++i) {
+    const int token = first + i * grid;
+    uint32_t mine = 0;
+    if (token < params.num_tokens && lane < params.top_k) {
+      const int route = token * params.top_k + lane;
+      const int slot = slot_of(route, params.ids[route]);
+      if (slot >= 0) mine = 1u << (slot / params.slots_per_rank);
+    }
+    masks[i] = __reduce_or_sync(0xffffffffu, mine);
   }
-  const uint32_t mask = __reduce_or_sync(0xffffffffu, mine) & ~(1u << params.peers.rank);
-  send_row<2>(params, token, mask, warp * 32 + lane, kThreads);
+#pragma unroll
+  for (int i = 0; i < kRowsAtStart; ++i) {
+    send_row<2>(params, first + i * grid, masks[i], warp * 32 + lane, kThreads);
+  }
   __syncthreads();
   if (warp != 0) return;
   ptx::fence_acq_rel_sys();
-  flag_row(params, token, mask, lane);
+#pragma unroll
+  for (int i = 0; i < kRowsAtStart; ++i) flag_row(params, first + i * grid, masks[i], lane);
 }
 
-// CTA c sends tokens c, c + grid, ..., a row at a time. Of a window of them the next is the one
-// whose lowest slot on a peer is lowest: peers compute slot after slot, and so each slot's tokens
-// are complete about when its turn comes.
+// The CTA's other tokens, a row at a time. Of a window of them the next is the one whose lowest
+// slot on a rank is lowest: ranks compute slot after slot, and so each slot's tokens are complete
+// about when its turn comes.
 struct TokenSender {
   static constexpr int kLaneTokens = 4;
   static constexpr int kWindow = 32 * kLaneTokens;
@@ -119,18 +131,17 @@ struct TokenSender {
   const MoeLayerParams& params;
   int lane;
   bool done;
-  int window = 0;          // index of its first token among the CTA's
-  int batch = 1;           // rows before the next fence
-  int num_stored = 0;      // of them, those that are stored
-  uint32_t stored = 0;     // their indices in the window, a byte each
-  bool all_taken = false;  // of the window
+  int window = kRowsAtStart;  // index of its first token among the CTA's
+  int batch = 1;              // rows before the next fence
+  int num_stored = 0;         // of them, those that are stored
+  uint32_t stored = 0;        // their indices in the window, a byte each
+  bool all_taken = false;     // of the window
   uint64_t settled_at_ns = 0;
   uint32_t keys[kLaneTokens];
   uint32_t masks[kLaneTokens];
 
   __device__ __forceinline__ TokenSender(const MoeLayerParams& p, int l) : params(p), lane(l) {
-    done =
-        params.peers.num_ranks == 1 || !is_long(params.num_tokens) || params.stall == kStallTokens;
+    done = token_at(window) >= params.num_tokens || params.stall == kStallTokens;
     if (!done) look_up();
   }
 
@@ -151,7 +162,6 @@ struct TokenSender {
         if (expert < 0) continue;
         const int slot = placed_slot(params, expert, row_in_request(params, token));
         const int peer = slot / params.slots_per_rank;
-        if (peer == params.peers.rank) continue;
         masks[i] |= 1u << peer;
         keys[i] = min(keys[i], static_cast<uint32_t>(slot - peer * params.slots_per_rank));
       }
