@@ -88,11 +88,15 @@ struct WeightRole {
     out.first_route = begin + tile.tile_in_slot * pitch;
   }
 
-  // One stage: K units 2 stage and, unless past the end, 2 stage + 1.
-  __device__ __forceinline__ void stream(const Tile& tile) {
+  // A stage: K units 2 stage and, unless past the end, 2 stage + 1. Returns the CTA's next tile,
+  // claimed one stage before it is needed: the answer comes meanwhile, and at the end of the list
+  // no CTA holds a tile that another could have begun.
+  __device__ __forceinline__ uint32_t stream(const Tile& tile) {
+    uint32_t claimed = 0;
     constexpr uint32_t kUnit = layout::UnitBytes(kFormat);
     WeightSource source = weight_source<kFormat>(params, tile);
     for (int unit = 0; unit < source.units; unit += kStageUnits) {
+      if (unit + kStageUnits >= source.units) claimed = claim(params);
       waiter.wait(empty_barrier(stage.index), stage.phase ^ 1u);
       const uint32_t full = full_barrier(stage.index);
       const uint32_t target = weight_stage_address<kFormat>(stage.index);
@@ -111,6 +115,7 @@ struct WeightRole {
       source.first += kStageUnits * source.step;
       stage.advance(params.num_stages);
     }
+    return claimed;
   }
 
   // `claimed`: this CTA's first tile.
@@ -120,8 +125,7 @@ struct WeightRole {
       const Tile tile = TileAt(schedule, tile_begin(params), claimed);
       describe(tile, next_slot());
       post_slot();
-      claimed = claim(params);
-      stream(tile);
+      claimed = stream(tile);
     }
     next_slot().rows = -1;
     post_slot();
