@@ -283,7 +283,7 @@ struct RouteSorter {
     send_routes(params, thread);
     fill_table(thread);
     __syncthreads();
-    send_first(params, warp, lane, [&](int route, int id) {
+    send_first(params, thread, [&](int route, int id) {
       const uint16_t slot = own_slot(route, id);
       return slot == kNowhere ? -1 : int{slot};
     });
