@@ -9,8 +9,8 @@
 // warps find all rows in one place. Nobody is waited for. CTA c sends tokens c, c + grid, ...
 //   send_routes   all warps of the CTAs that have a chunk, first of all
 //   send_first    all warps, the CTA's first rows while the peers' ids are under way
-//   TokenSender   one warp beside its other work: their flags, and the rows that longer steps have
-//                 more
+//   flag_first    one warp while another makes the tables
+//   TokenSender   one warp beside its other work, the rows that longer steps have more
 namespace expertd::cuda::moe_layer {
 
 // A fence at system scope waits until every store of the SM has been acknowledged, on a busy link
@@ -145,8 +145,7 @@ struct SendOrder {
 };
 static_assert(kSendWindow <= 256 && kMaxSlots < SendOrder::kNobody);
 
-// Rows that go out at the start. The announcing warp flags them: a fence here would hold the
-// routing up until they have arrived.
+// Rows that go out at the start.
 inline constexpr int kRowsAtStart = 4;
 
 template <typename SlotOf>
@@ -165,10 +164,26 @@ __device__ __forceinline__ void send_first(const MoeLayerParams& params, int thr
   }
 }
 
-// Flags the CTA's first rows and sends its others, one at a time.
+// By one warp, a barrier and some microseconds later, when the fence has little to wait for. A CTA
+// that has given up waiting for ids flags nothing: a peer's wait for these rows would only be met
+// in time to begin another.
+static __device__ __noinline__ void flag_first(const MoeLayerParams& params, int lane) {
+  const SendOrder order{params};
+  if (order.is_empty() || params.stall == kStallTokens || Waiter{params}.gave_up()) return;
+  ptx::fence_acq_rel_sys();
+  uint32_t place = 0;
+#pragma unroll 1
+  for (int i = 0; i < kRowsAtStart; ++i) {
+    place = order.next(place, lane);
+    if (place == SendOrder::kEnd) break;
+    const int index = SendOrder::index_of(place);
+    flag_row(params, order.token_at(index), order.window().owners[index], lane);
+  }
+}
+
+// The CTA's other rows, one at a time.
 struct TokenSender {
   static constexpr int kRowsAtOnce = 4;  // most rows between two fences; at most 4
-  static_assert(kRowsAtStart <= 4);
 
   const MoeLayerParams& params;
   int lane;
@@ -183,9 +198,8 @@ struct TokenSender {
 
   __device__ __forceinline__ TokenSender(const MoeLayerParams& p, int l)
       : params(p), lane(l), order{p} {
-    done = order.is_empty() || params.stall == kStallTokens;
-    while (!done && num_stored < kRowsAtStart && take_next()) {
-    }
+    done = order.token_at(kRowsAtStart) >= params.num_tokens || params.stall == kStallTokens;
+    for (int i = 0; i < kRowsAtStart && !done; ++i) place = order.next(place, lane);
   }
 
   // False: none is left in the window.

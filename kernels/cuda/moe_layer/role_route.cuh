@@ -156,8 +156,14 @@ struct RouteSorter {
     }
   }
 
+  // One warp makes the tables; another has the time to flag the rows that have been sent.
+  __device__ __forceinline__ void make_tables(int warp, int lane) const {
+    if (warp == 0) fill_tables(lane);
+    if (warp == kWarps - 1 && params.peers.num_ranks > 1) flag_first(params, lane);
+  }
+
   // One warp: totals become the tables, and the tables the schedule.
-  __device__ __forceinline__ void make_tables(int lane) const {
+  __device__ __forceinline__ void fill_tables(int lane) const {
     uint32_t routes = 0, tiles = 0;
     for (int base = 0; base < params.num_slots; base += 32) {
       const int slot = base + lane;
@@ -329,7 +335,7 @@ struct RouteSorter {
     __syncthreads();
     rank_warps(thread);
     __syncthreads();
-    if (warp == 0) make_tables(lane);
+    make_tables(warp, lane);
     __syncthreads();
     tables_known();
     place<true>(all, warp, lane);
@@ -346,16 +352,19 @@ struct RouteSorter {
     count<false>(part, warp, lane);
     __syncthreads();
     rank_warps(thread);
-    if (together.add_up()) {
+    const bool several = params.peers.num_ranks > 1;
+    if (together.add_up([&] {
+          if (several) flag_first(params, lane);
+        })) {
       rank_ctas(warp, lane);
       __syncthreads();
     } else {
       part.end = part.begin;  // the tables will say that there is nothing to do
     }
-    if (warp == 0) make_tables(lane);
+    if (warp == 0) fill_tables(lane);
     __syncthreads();
     place<false>(part, warp, lane);
-    (void)together.meet(SharedSort::kPlaced);
+    (void)together.meet(SharedSort::kPlaced, [] {});
   }
 };
 

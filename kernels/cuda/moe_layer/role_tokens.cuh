@@ -227,7 +227,6 @@ struct TokenRole {
   }
 
   __device__ __forceinline__ void copy_intermediate(const TileSlot& tile) {
-    wait_for_fc1(tile.tile.token_tile);
     __syncwarp();
     ptx::fence_proxy_async_global();
     const int num_stages = num_stages_of(tile);
@@ -255,11 +254,13 @@ struct TokenRole {
       const bool is_fc1 = tile.tile.phase == Phase::kFc1;
       Rows rows;
       find_rows(tile, is_fc1, rows);
-      if (ahead == 0) leave_rows(tile, rows);
       if (is_fc1) {
+        if (ahead == 0) leave_rows(tile, rows);
         if (params.peers.num_ranks > 1) wait_for_tokens(rows, tile.rows);
         gather(tile, rows);
       } else {
+        wait_for_fc1(tile.tile.token_tile);  // while the rows' routes are on their way
+        if (ahead == 0) leave_rows(tile, rows);
         copy_intermediate(tile);
       }
     }
