@@ -198,7 +198,8 @@ struct TokenSender {
 
   __device__ __forceinline__ TokenSender(const MoeLayerParams& p, int l)
       : params(p), lane(l), order{p} {
-    done = order.token_at(kRowsAtStart) >= params.num_tokens || params.stall == kStallTokens;
+    done = order.token_at(kRowsAtStart) >= params.num_tokens || params.stall == kStallTokens ||
+           Waiter{p}.gave_up();
     for (int i = 0; i < kRowsAtStart && !done; ++i) place = order.next(place, lane);
   }
 
