@@ -17,6 +17,7 @@ namespace expertd::cuda::moe_layer {
 static __device__ __noinline__ void exchange_routes(const MoeLayerParams& params, int warp,
                                                     int lane);
 static __device__ __noinline__ void sort_together(const MoeLayerParams& params, int warp, int lane);
+static __device__ __noinline__ void flag_first_rows(const MoeLayerParams& params, int lane);
 
 struct RouteSorter {
   static constexpr uint16_t kNowhere = 0xffff;     // global slots are below 32 * 1024
@@ -159,7 +160,7 @@ struct RouteSorter {
   // One warp makes the tables; another has the time to flag the rows that have been sent.
   __device__ __forceinline__ void make_tables(int warp, int lane) const {
     if (warp == 0) fill_tables(lane);
-    if (warp == kWarps - 1 && params.peers.num_ranks > 1) flag_first(params, lane);
+    if (warp == kWarps - 1 && params.peers.num_ranks > 1) flag_first_rows(params, lane);
   }
 
   // One warp: totals become the tables, and the tables the schedule.
@@ -372,6 +373,9 @@ struct RouteSorter {
 static __device__ __noinline__ void exchange_routes(const MoeLayerParams& params, int warp,
                                                     int lane) {
   RouteSorter(params).exchange(warp, lane);
+}
+static __device__ __noinline__ void flag_first_rows(const MoeLayerParams& params, int lane) {
+  flag_first(params, lane);
 }
 static __device__ __noinline__ void sort_together(const MoeLayerParams& params, int warp,
                                                   int lane) {
