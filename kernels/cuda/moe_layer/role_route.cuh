@@ -313,9 +313,10 @@ struct RouteSorter {
   }
 
   // All threads of the CTA; a barrier has to follow. `tables_known` is called by all of them, in
-  // short steps only, when the tables are there and the places of the routes are not.
+  // short steps only (then it returns true), when the tables are there and the places of the routes
+  // are not.
   template <typename TablesKnown>
-  __device__ __forceinline__ void sort(int warp, int lane, TablesKnown tables_known) const {
+  __device__ __forceinline__ bool sort(int warp, int lane, TablesKnown tables_known) const {
     const int thread = warp * 32 + lane;
     const bool alone = params.peers.num_ranks == 1;
     int expert = -1;
@@ -324,7 +325,10 @@ struct RouteSorter {
     } else {
       exchange_routes(params, warp, lane);
     }
-    if (num_routes() > params.own_sort_routes) return sort_together(params, warp, lane);
+    if (num_routes() > params.own_sort_routes) {
+      sort_together(params, warp, lane);
+      return false;
+    }
     const Part all = {0, num_routes()};
     if (thread == 0) {
       shared_state().list_begin = params.local.max_routes + blockIdx.x * params.local.own_routes;
@@ -340,6 +344,7 @@ struct RouteSorter {
     __syncthreads();
     tables_known();
     place<true>(all, warp, lane);
+    return true;
   }
 
   // The rest of a long step's sort, when the sources are known.
