@@ -28,7 +28,7 @@ enum FaultCode : uint32_t {
   kWaitFc2 = 2,       // combine waited for the expert outputs of this rank; tile: CTA
   kWaitPipeline = 3,  // a wait inside a CTA: a defect of this kernel or of the machine
   kStopped = 4,       // the host's stop word
-  kWaitRoutes = 5,    // routing waited for a peer's ids; tile: chunk
+  kWaitRoutes = 5,    // routing waited for a peer; tile: 0, its numbers, or 1 + the route of it
   kWaitTokens = 6,    // an FC1 tile waited for a peer's rows; tile: token of the peer
   kWaitPartials = 7,  // combine waited for a peer's partial row; tile: token of this rank
   kWaitSort = 8,      // the sort of a long step waited for another CTA; tile: that CTA
@@ -37,13 +37,14 @@ enum FaultCode : uint32_t {
 // For tests: the role that does this never does it, so that whoever waits for it must give up.
 enum StallPoint : int32_t {
   kStallNowhere = 0,
-  kStallRoutes = 1,    // dispatch sends no ids
+  kStallRoutes = 1,    // dispatch sends nothing of the routes
   kStallTokens = 2,    // dispatch sends no rows
   kStallFc1 = 3,       // nobody announces FC1 tiles
   kStallFc2 = 4,       // nobody announces FC2 tiles
   kStallPartials = 5,  // combine returns no partial rows
   kStallCount = 6,     // CTA 0 comes to no meeting of the sort
   kStallPlace = 7,     // CTA 0 does not come to the last one
+  kStallRecords = 8,   // dispatch says how many routes there are, and sends none
 };
 
 // The regions of this rank's workspace that only it touches (layout::WorkspaceOffsets), as Launch

@@ -83,10 +83,8 @@ struct RouteSorter {
     const int rank = params.peers.rank;
     const int in_source = route - static_cast<int>(sources().first_route[source]);
     if (source == rank) return own_slot(in_source, params.ids[in_source]);
-    const int expert = __ldcg(route_ids(params, source, rank) + in_source);
-    return look_up(expert, [&] {
-      return __ldcg(route_rows(params, source, rank) + in_source / sources().top_k[source]);
-    });
+    const layout::RouteRecord record = route_record(params, source, in_source);
+    return look_up(record.expert, [&] { return record.row; });
   }
 
   // A part is a multiple of a warp's width; the last CTAs may have none.
@@ -104,16 +102,78 @@ struct RouteSorter {
     return part.begin + min(warp * chunk, routes);
   }
 
-  // Looks routes up in parallel, as many as there is room for; `begin` is the thread's first one,
-  // counted from the part's. kAtOnce: it looks up so many.
+  // Looks routes up, as many as there is room for, when their records are here: kAtOnce of a lane
+  // are loaded at once. Also waits for the part's other records, so that cached_slot() need not.
+  // Who gave up has nothing of what did not come.
   template <int kAtOnce>
-  __device__ __forceinline__ void fill_cache(const Part& part, int begin) const {
-    const int routes = min(part.end - part.begin, cached);
+  __device__ __forceinline__ void fill_cache(const Part& part, int warp, int lane) const {
+    const Waiter waiter{params};
+    const int rank = params.peers.rank;
     int source = 0;
-#pragma unroll kAtOnce
-    for (int i = begin; i < routes; i += kThreads) {
-      cache[i] = slot_of(part.begin + i, source);
+    bool waits = true;
+#pragma unroll 1
+    for (int first = part.begin + warp * 32; first < part.end; first += kAtOnce * kThreads) {
+      const layout::RouteRecord* records[kAtOnce];
+      int experts[kAtOnce];
+      uint32_t steps[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int route = first + i * kThreads + lane;
+        records[i] = nullptr;
+        experts[i] = -1;
+        steps[i] = params.step;
+        if (route >= part.end) continue;
+        source = source_of(params, static_cast<uint32_t>(route), source);
+        const int in_source = route - static_cast<int>(sources().first_route[source]);
+        if (source == rank) {
+          experts[i] = params.ids[in_source];
+        } else {
+          records[i] = route_records(params, source, rank) + 1 + in_source;
+          steps[i] = ~params.step;
+        }
+      }
+      Awaited what = {kWaitRoutes, 0, rank};
+      waits = waits && waiter.wait_for_peer(what, [&] {
+        uint32_t found = params.step;
+        int missing = -1;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (steps[i] == params.step) continue;
+          const layout::RouteRecord record = load_record(records[i]);
+          experts[i] = record.expert;
+          steps[i] = record.step;
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (steps[i] == params.step) continue;
+          found = steps[i];
+          missing = first + i * kThreads + lane;
+        }
+        if (missing >= 0) what = awaited_route(missing);
+        return found;
+      });
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int route = first + i * kThreads + lane;
+        if (route >= part.end || route - part.begin >= cached) continue;
+        const int expert = steps[i] == params.step ? experts[i] : -1;
+        const uint16_t slot = expert < 0 ? kNowhere : table[expert];
+        cache[route - part.begin] = slot;
+        if (slot == kReplicated) look_again(part, route);
+      }
     }
+  }
+
+  // Apart from what most routes need.
+  __device__ __forceinline__ void look_again(const Part& part, int route) const {
+    int source = 0;
+    cache[route - part.begin] = slot_of(route, source);
+  }
+
+  __device__ __forceinline__ Awaited awaited_route(int route) const {
+    const int source = source_of(params, static_cast<uint32_t>(route));
+    const uint32_t in_source = static_cast<uint32_t>(route) - sources().first_route[source];
+    return {kWaitRoutes, 1 + in_source, source};
   }
 
   // kAll: all of the part is there, as it is of what a CTA sorts alone.
@@ -226,58 +286,37 @@ struct RouteSorter {
     }
   }
 
-  // One warp: until the ids of `source` are here. Nothing comes from a rank that was given up.
-  __device__ __forceinline__ void wait_for_routes(int source, int lane) const {
-    const Waiter waiter{params};
-    const uint64_t* flags = route_flags(params, source, params.peers.rank);
-    uint64_t first = 0;
-    bool there = waiter.wait_for_peer({kWaitRoutes, 0, source}, [&] {
-      first = ptx::ld_acquire_sys(flags);
-      return layout::StepOfFlag(first);
-    });
-    const int tokens = layout::TokensOfFlag(first);
-    const int top_k = layout::TopKOfFlag(first);
-    const int chunks = layout::NumRouteChunks(tokens * top_k);
-    if (there && chunks > 1) {
-      there = waiter.wait_for_peer({kWaitRoutes, 1, source}, [&] {
-        uint32_t found = params.step;
-        for (int chunk = 1 + lane; chunk < chunks; chunk += 32) {
-          const uint32_t step = layout::StepOfFlag(ptx::ld_acquire_sys(flags + chunk));
-          if (step != params.step) found = step;
-        }
-        return found;
-      });
-    }
-    if (lane != 0) return;
-    sources().num_tokens[source] = there ? tokens : 0;
-    sources().top_k[source] = there ? top_k : 1;
-  }
-
-  // Whose tokens there are. Ends with a barrier.
+  // Whose tokens there are: until every peer has said so. Nothing comes from a rank that was given
+  // up. Ends with a barrier.
   __device__ __forceinline__ void find_sources(int warp, int lane) const {
-    const int ranks = params.peers.num_ranks;
-    for (int source = warp; source < ranks; source += kWarps) {
-      if (source != params.peers.rank) wait_for_routes(source, lane);
-    }
-    if (warp == 0 && lane == 0) {
-      sources().num_tokens[params.peers.rank] = params.num_tokens;
-      sources().top_k[params.peers.rank] = params.top_k;
-    }
-    __syncthreads();
-    if (warp == 0) {
-      uint32_t sum = lane < ranks ? sources().num_tokens[lane] * sources().top_k[lane] : 0;
+    if (warp == 1) {  // the first one still sends
+      const int rank = params.peers.rank;
+      const bool peer = lane < params.peers.num_ranks && lane != rank;
+      layout::RouteRecord header = layout::RouteHeader(params.step, 0, 1);
+      if (lane == rank) header = layout::RouteHeader(params.step, params.num_tokens, params.top_k);
+      (void)Waiter{params}.wait_for_peer({kWaitRoutes, 0, lane}, [&] {
+        if (peer) header = load_record(route_records(params, lane, rank));
+        return header.step;
+      });
+      if (header.step != params.step) header = layout::RouteHeader(params.step, 0, 1);
+      uint32_t sum = static_cast<uint32_t>(layout::TokensOf(header) * layout::TopKOf(header));
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
         const uint32_t before = __shfl_up_sync(0xffffffffu, sum, step);
         if (lane >= step) sum += before;
       }
-      if (lane < ranks) sources().first_route[lane + 1] = sum;
+      if (lane < params.peers.num_ranks) {
+        sources().num_tokens[lane] = layout::TokensOf(header);
+        sources().top_k[lane] = layout::TopKOf(header);
+        sources().first_route[lane + 1] = sum;
+      }
       if (lane == 0) sources().first_route[0] = 0;
     }
     __syncthreads();
   }
 
-  // Several ranks, up to the sort: what goes to the peers first, the table, and their ids.
+  // Several ranks, up to the sort: what goes to the peers first, the table, and what comes from
+  // them. A short step's routes are looked up as well; a barrier has to follow.
   __device__ __forceinline__ void exchange(int warp, int lane) const {
     const int thread = warp * 32 + lane;
     send_routes(params, thread);
@@ -288,6 +327,7 @@ struct RouteSorter {
       return slot == kNowhere ? -1 : int{slot};
     });
     find_sources(warp, lane);
+    if (num_routes() <= params.own_sort_routes) fill_cache<3>({0, num_routes()}, warp, lane);
   }
 
   // One rank, likewise. Returns the expert of route `thread`, loaded while the table was.
@@ -303,6 +343,15 @@ struct RouteSorter {
     }
     __syncthreads();
     return expert;
+  }
+
+  // One rank: `expert` is that of route `thread`.
+  __device__ __forceinline__ void fill_own_cache(int routes, int thread, int expert) const {
+    if (thread < routes) cache[thread] = own_slot(thread, expert);
+#pragma unroll 2
+    for (int route = thread + kThreads; route < routes; route += kThreads) {
+      cache[route] = own_slot(route, params.ids[route]);
+    }
   }
 
   // All threads of the CTA; a barrier has to follow. `tables_known` is called by all of them, in
@@ -322,8 +371,7 @@ struct RouteSorter {
     if (thread == 0) {
       shared_state().list_begin = params.local.max_routes + blockIdx.x * params.local.own_routes;
     }
-    if (alone && thread < all.end) cache[thread] = own_slot(thread, expert);
-    fill_cache<2>(all, alone ? thread + kThreads : thread);
+    if (alone) fill_own_cache(all.end, thread, expert);
     __syncthreads();
     count<true>(all, warp, lane);
     __syncthreads();
@@ -341,7 +389,7 @@ struct RouteSorter {
     const int thread = warp * 32 + lane;
     Part part = part_of_cta();
     if (thread == 0) shared_state().list_begin = 0;
-    fill_cache<1>(part, thread);
+    fill_cache<1>(part, warp, lane);
     __syncthreads();
     count<false>(part, warp, lane);
     __syncthreads();

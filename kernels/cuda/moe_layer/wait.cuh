@@ -51,7 +51,7 @@ __device__ __forceinline__ void give_up(const MoeLayerParams& params, const Awai
 // Who waits for this rank's own CTAs speaks later than who waits for a peer: the CTAs may wait for
 // that peer themselves, and the record should name the cause.
 __device__ __forceinline__ uint64_t limit_of(const MoeLayerParams& params, uint32_t code) {
-  const bool own = code == kWaitFc1 || code == kWaitFc2;
+  const bool own = code == kWaitFc1 || code == kWaitFc2 || code == kWaitSort;
   return own ? params.timeout_ns + params.timeout_ns / 4 : params.timeout_ns;
 }
 
