@@ -47,7 +47,9 @@ __device__ __forceinline__ void prefetch_tokens(const MoeLayerParams& params) {
 // Not inlined: inside the kernel its branches cost the compiler the proof that the multiplying
 // loop's values are the same in a whole warp.
 template <layout::WeightFormat kFormat>
-__device__ __noinline__ void route(const MoeLayerParams& params, int warp, int lane) {
+__device__ __noinline__ void route(const MoeLayerParams& given, int warp, int lane) {
+  const MoeLayerParams& params = copy_params(given, warp * 32 + lane);
+  __syncthreads();
   if (warp == kWarps - 1 && lane == 0) prefetch_tokens(params);
   RouteSorter(params).sort(warp, lane, [&] {
     // The CTA's first weights are on their way while routes are placed.

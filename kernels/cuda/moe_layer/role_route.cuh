@@ -14,9 +14,8 @@
 // first token tile stay in shared memory.
 namespace expertd::cuda::moe_layer {
 
-static __device__ __noinline__ void exchange_routes(const MoeLayerParams& params, int warp,
-                                                    int lane);
-static __device__ __noinline__ void sort_together(const MoeLayerParams& params, int warp, int lane);
+static __device__ __noinline__ void exchange_routes(uint32_t tables_offset, int warp, int lane);
+static __device__ __noinline__ void sort_together(uint32_t tables_offset, int warp, int lane);
 
 struct RouteSorter {
   static constexpr uint16_t kNowhere = 0xffff;     // global slots are below 32 * 1024
@@ -40,7 +39,7 @@ struct RouteSorter {
     table = reinterpret_cast<uint16_t*>(counts + kWarps * p.num_slots);
     cache = table + p.num_experts;
     const int left = static_cast<int>(ptx::dynamic_shared_memory() + p.tables_offset -
-                                      reinterpret_cast<uint8_t*>(cache));
+                                      kParamsBytes - reinterpret_cast<uint8_t*>(cache));
     cached = left / static_cast<int>(sizeof(uint16_t));
   }
 
@@ -364,9 +363,10 @@ struct RouteSorter {
     if (alone) {
       expert = look_around(thread);
     } else {
-      exchange_routes(params, warp, lane);
+      exchange_routes(params.tables_offset, warp, lane);
     }
-    if (num_routes() > params.own_sort_routes) return sort_together(params, warp, lane);
+    if (num_routes() > params.own_sort_routes)
+      return sort_together(params.tables_offset, warp, lane);
     const Part all = {0, num_routes()};
     if (thread == 0) {
       shared_state().list_begin = params.local.max_routes + blockIdx.x * params.local.own_routes;
@@ -408,13 +408,11 @@ struct RouteSorter {
 };
 
 // Apart: code that a launch does not run, but that lies in the way of what it does, costs it time.
-static __device__ __noinline__ void exchange_routes(const MoeLayerParams& params, int warp,
-                                                    int lane) {
-  RouteSorter(params).exchange(warp, lane);
+static __device__ __noinline__ void exchange_routes(uint32_t tables_offset, int warp, int lane) {
+  RouteSorter(routing_params(tables_offset)).exchange(warp, lane);
 }
-static __device__ __noinline__ void sort_together(const MoeLayerParams& params, int warp,
-                                                  int lane) {
-  RouteSorter(params).sort_part(warp, lane);
+static __device__ __noinline__ void sort_together(uint32_t tables_offset, int warp, int lane) {
+  RouteSorter(routing_params(tables_offset)).sort_part(warp, lane);
 }
 
 }  // namespace expertd::cuda::moe_layer
