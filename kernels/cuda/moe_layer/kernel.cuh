@@ -35,12 +35,9 @@ __device__ __forceinline__ void init_barriers(bool joined) {
 
 // This CTA's share of x to L2, if it is small: the first tiles gather from it.
 __device__ __forceinline__ void prefetch_tokens(const MoeLayerParams& params) {
-  constexpr int64_t kMost = 8 << 20;
-  const int64_t bytes = int64_t{params.num_tokens} * params.hidden * 2;
-  if (bytes > kMost) return;
-  const int share = (static_cast<int>(bytes / gridDim.x) + 128) / 128 * 128;
-  const int begin = share * static_cast<int>(blockIdx.x);
-  const int left = min(static_cast<int>(bytes) - begin, share);
+  if (params.x_share == 0) return;
+  const int begin = params.x_share * static_cast<int>(blockIdx.x);
+  const int left = min(params.num_tokens * params.hidden * 2 - begin, params.x_share);
   if (left > 0) ptx::bulk_prefetch(reinterpret_cast<const char*>(params.x) + begin, left);
 }
 

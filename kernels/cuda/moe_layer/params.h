@@ -3,6 +3,8 @@
 #include <cstdint>
 
 #include "kernels/cuda/comm/peer.h"
+#include "kernels/cuda/moe_layer/divisor.h"
+#include "kernels/cuda/moe_layer/scheduler.h"
 #include "kernels/layout/packed_weights.h"
 #include "kernels/layout/workspace.h"
 
@@ -111,6 +113,12 @@ struct MoeLayerParams {
   uint32_t token_stage_bytes = 0;
   uint32_t tokens_offset = 0;
   uint32_t tables_offset = 0;
+  // What the routing need not divide, set by Launch.
+  ScheduleShape schedule;
+  Divisor by_top_k;
+  Divisor by_slots_per_rank;
+  Divisor by_token_tile;
+  int32_t x_share = 0;  // bytes of x that a CTA brings to L2; 0: too many
   // Most routes of a step that every CTA sorts for itself; tests have fewer.
   int32_t own_sort_routes = layout::kOwnSortRoutes;
 

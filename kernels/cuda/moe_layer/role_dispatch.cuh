@@ -40,8 +40,9 @@ __device__ __forceinline__ void send_routes(const MoeLayerParams& params, int th
   if (thread >= threads) return;
 #pragma unroll 1
   for (int route = cta * threads + thread; route < routes; route += ctas * threads) {
-    const layout::RouteRecord record = {params.ids[route], params.weights[route],
-                                        row_in_request(params, route / params.top_k), params.step};
+    const layout::RouteRecord record = {
+        params.ids[route], params.weights[route],
+        row_in_request(params, static_cast<int>(params.by_top_k.Quotient(route))), params.step};
 #pragma unroll 1
     for (int peer = 0; peer < params.peers.num_ranks; ++peer) {
       if (peer != rank) store_record(route_records(params, rank, peer) + 1 + route, record);

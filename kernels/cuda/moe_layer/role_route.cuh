@@ -54,11 +54,14 @@ struct RouteSorter {
     return local >= 0 && local < params.num_slots ? local : -1;
   }
 
+  // Mostly an expert has one slot, and so have those before it: that one is loaded on trust.
   __device__ __forceinline__ void fill_table(int thread) const {
+#pragma unroll 1
     for (int expert = thread; expert < params.num_experts; expert += kThreads) {
+      int slot = params.slots[expert];
       const int first = params.first_slot[expert];
       const int count = params.first_slot[expert + 1] - first;
-      const int slot = params.slots[first];
+      if (first != expert) slot = params.slots[first];
       table[expert] = count == 1 ? static_cast<uint16_t>(slot) : kReplicated;
     }
   }
@@ -73,7 +76,9 @@ struct RouteSorter {
   }
 
   __device__ __forceinline__ uint16_t own_slot(int route, int expert) const {
-    return look_up(expert, [&] { return row_in_request(params, route / params.top_k); });
+    return look_up(expert, [&] {
+      return row_in_request(params, static_cast<int>(params.by_top_k.Quotient(route)));
+    });
   }
 
   // `source` is not above the route's rank, and becomes it.
@@ -109,7 +114,7 @@ struct RouteSorter {
     const Waiter waiter{params};
     const int rank = params.peers.rank;
     int source = 0;
-    bool waits = true;
+    bool waits = true, again = false;
 #pragma unroll 1
     for (int first = part.begin + warp * 32; first < part.end; first += kAtOnce * kThreads) {
       const layout::RouteRecord* records[kAtOnce];
@@ -155,18 +160,27 @@ struct RouteSorter {
       for (int i = 0; i < kAtOnce; ++i) {
         const int route = first + i * kThreads + lane;
         if (route >= part.end || route - part.begin >= cached) continue;
-        const int expert = steps[i] == params.step ? experts[i] : -1;
-        const uint16_t slot = expert < 0 ? kNowhere : table[expert];
-        cache[route - part.begin] = slot;
-        if (slot == kReplicated) look_again(part, route);
+        again |= keep(route - part.begin, steps[i] == params.step ? experts[i] : -1);
       }
     }
+    if (again) look_again(part, warp * 32 + lane);
   }
 
-  // Apart from what most routes need.
-  __device__ __forceinline__ void look_again(const Part& part, int route) const {
+  // True: it has replicas, look_again() finds the right one.
+  __device__ __forceinline__ bool keep(int index, int expert) const {
+    const uint16_t slot = expert < 0 ? kNowhere : table[expert];
+    cache[index] = slot;
+    return slot == kReplicated;
+  }
+
+  // Apart from what most routes need. `begin` is the thread's first one, counted from the part's.
+  __device__ __forceinline__ void look_again(const Part& part, int begin) const {
+    const int routes = min(part.end - part.begin, cached);
     int source = 0;
-    cache[route - part.begin] = slot_of(route, source);
+#pragma unroll 1
+    for (int i = begin; i < routes; i += kThreads) {
+      if (cache[i] == kReplicated) cache[i] = slot_of(part.begin + i, source);
+    }
   }
 
   __device__ __forceinline__ Awaited awaited_route(int route) const {
@@ -183,17 +197,30 @@ struct RouteSorter {
     return i < cached ? cache[i] : slot_of(route, source);
   }
 
-  // Counts of each warp's run of routes.
+  // 1 + the rank, or 0.
+  __device__ __forceinline__ uint8_t owner_of(uint16_t global_slot) const {
+    const uint32_t rank = params.by_slots_per_rank.Quotient(global_slot);
+    return static_cast<uint8_t>(global_slot == kNowhere ? 0 : 1 + rank);
+  }
+
+  // Counts of each warp's run of routes, and each route's owner.
   template <bool kAllCached>
   __device__ __forceinline__ void count(const Part& part, int warp, int lane) const {
     uint32_t* mine = counts + warp * params.num_slots;
+#pragma unroll 1
     for (int i = lane; i < params.num_slots; i += 32) mine[i] = 0;
     __syncwarp();
     int source = 0;
     const int end = chunk_begin(part, warp + 1);
+#pragma unroll 1
     for (int base = chunk_begin(part, warp); base < end; base += 32) {
       const int route = base + lane;
-      const int slot = route < end ? local_slot(cached_slot<kAllCached>(part, route, source)) : -1;
+      int slot = -1;
+      if (route < end) {
+        const uint16_t global_slot = cached_slot<kAllCached>(part, route, source);
+        slot = local_slot(global_slot);
+        route_owners(params)[route] = owner_of(global_slot);
+      }
       const uint32_t same = __match_any_sync(0xffffffffu, slot);
       if (slot >= 0 && lane == __ffs(same) - 1) mine[slot] += __popc(same);
       __syncwarp();
@@ -202,52 +229,92 @@ struct RouteSorter {
 
   // Counts become each warp's position inside the slot; the slot's total goes to route_begin[slot +
   // 1].
-  __device__ __forceinline__ void rank_warps(int thread) const {
-    for (int slot = thread; slot < params.num_slots; slot += kThreads) {
+  __device__ __forceinline__ void rank_warps(const Part& part, int thread) const {
+    constexpr int kAtOnce = 5;
+    static_assert(kWarps % kAtOnce == 0);
+    const int num_slots = params.num_slots;
+    // Of fewer routes than threads each warp has at most one run.
+    const int used = min((part.end - part.begin + 31) / 32, kWarps);
+    for (int slot = thread; slot < num_slots; slot += kThreads) {
       uint32_t sum = 0;
-      for (int warp = 0; warp < kWarps; ++warp) {
-        uint32_t& count = counts[warp * params.num_slots + slot];
-        const uint32_t value = count;
-        count = sum;
-        sum += value;
+#pragma unroll 1
+      for (int first = 0; first < used; first += kAtOnce) {
+        uint32_t* const some = counts + first * num_slots + slot;
+        uint32_t values[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) values[i] = some[i * num_slots];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          some[i * num_slots] = sum;
+          sum += values[i];
+        }
       }
       route_begin(params)[slot + 1] = sum;
     }
   }
 
-  // One warp: totals become the tables, and the tables the schedule.
+  __device__ __forceinline__ uint32_t num_token_tiles(uint32_t routes) const {
+    return params.by_token_tile.Quotient(routes + params.token_tile - 1);
+  }
+
+  // One warp: totals become the tables, and the tables the schedule. A lane has slots that lie side
+  // by side.
   __device__ __forceinline__ void make_tables(int lane) const {
+    uint32_t* const route_table = route_begin(params);
+    uint32_t* const tile_table = tile_begin(params);
+    const int lane_slots = (params.num_slots + 31) / 32;
+    const int begin = lane * lane_slots;
+    const int end = min(begin + lane_slots, params.num_slots);
     uint32_t routes = 0, tiles = 0;
-    for (int base = 0; base < params.num_slots; base += 32) {
-      const int slot = base + lane;
-      uint32_t r = slot < params.num_slots ? route_begin(params)[slot + 1] : 0;
-      uint32_t t = NumTokenTiles(static_cast<int>(r), params.token_tile);
+#pragma unroll 1
+    for (int slot = begin; slot < end; ++slot) {
+      const uint32_t count = route_table[slot + 1];
+      routes += count;
+      tiles += num_token_tiles(count);
+    }
+    const uint32_t own_routes = routes, own_tiles = tiles;
 #pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const uint32_t r_before = __shfl_up_sync(0xffffffffu, r, step);
-        const uint32_t t_before = __shfl_up_sync(0xffffffffu, t, step);
-        if (lane >= step) {
-          r += r_before;
-          t += t_before;
-        }
+    for (int step = 1; step < 32; step *= 2) {
+      const uint32_t routes_before = __shfl_up_sync(0xffffffffu, routes, step);
+      const uint32_t tiles_before = __shfl_up_sync(0xffffffffu, tiles, step);
+      if (lane >= step) {
+        routes += routes_before;
+        tiles += tiles_before;
       }
-      if (slot < params.num_slots) {
-        route_begin(params)[slot + 1] = routes + r;
-        tile_begin(params)[slot + 1] = tiles + t;
-      }
-      routes += __shfl_sync(0xffffffffu, r, 31);
-      tiles += __shfl_sync(0xffffffffu, t, 31);
+    }
+    routes -= own_routes;
+    tiles -= own_tiles;
+#pragma unroll 1
+    for (int slot = begin; slot < end; ++slot) {
+      const uint32_t count = route_table[slot + 1];
+      routes += count;
+      tiles += num_token_tiles(count);
+      route_table[slot + 1] = routes;
+      tile_table[slot + 1] = tiles;
     }
     if (lane == 0) {
-      route_begin(params)[0] = 0;
-      tile_begin(params)[0] = 0;
+      route_table[0] = 0;
+      tile_table[0] = 0;
     }
     __syncwarp();
-    if (lane == 0) {
-      shared_state().schedule =
-          MakeSchedule(tile_begin(params), params.num_slots, params.intermediate / 32,
-                       params.hidden / 64, static_cast<int>(gridDim.x));
-    }
+    WriteSchedule(
+        params.schedule, tile_table, [&](uint32_t value) { return find_last(value, lane); },
+        lane == 0, &shared_state().schedule);
+  }
+
+  // By a warp: the last slot with tile_begin <= value. Of up to 1025 entries 32 are looked at, then
+  // those between two of them.
+  __device__ __forceinline__ int find_last(uint32_t value, int lane) const {
+    static_assert(kMaxSlots < 32 * 33);
+    const uint32_t* table = tile_begin(params);
+    const int entries = params.num_slots + 1;
+    const int stride = (entries + 31) / 32;
+    int at = lane * stride;
+    const bool below = at < entries && table[at] <= value;
+    const int first = (__popc(__ballot_sync(0xffffffffu, below)) - 1) * stride;
+    at = first + 1 + lane;
+    const bool also = lane < stride - 1 && at < entries && table[at] <= value;
+    return first + __popc(__ballot_sync(0xffffffffu, also));
   }
 
   // What CTAs before this one have in each slot comes before its own.
@@ -264,20 +331,15 @@ struct RouteSorter {
     uint32_t* mine = counts + warp * params.num_slots;
     int source = 0;
     const int end = chunk_begin(part, warp + 1);
+#pragma unroll 1
     for (int base = chunk_begin(part, warp); base < end; base += 32) {
       const int route = base + lane;
-      const uint16_t global_slot =
-          route < end ? cached_slot<kAllCached>(part, route, source) : kNowhere;
-      const int slot = local_slot(global_slot);
+      const int slot = route < end ? local_slot(cached_slot<kAllCached>(part, route, source)) : -1;
       const uint32_t same = __match_any_sync(0xffffffffu, slot);
       if (slot >= 0) {
         const uint32_t first = route_begin(params)[slot];
         const uint32_t in_slot = mine[slot] + __popc(same & ((1u << lane) - 1u));
         sorted_routes(params)[first + in_slot] = static_cast<uint32_t>(route);
-      }
-      if (route < end) {
-        route_owners(params)[route] = static_cast<uint8_t>(
-            global_slot == kNowhere ? 0 : 1 + global_slot / params.slots_per_rank);
       }
       __syncwarp();
       if (slot >= 0 && lane == __ffs(same) - 1) mine[slot] += __popc(same);
@@ -329,10 +391,16 @@ struct RouteSorter {
     if (num_routes() <= params.own_sort_routes) fill_cache<3>({0, num_routes()}, warp, lane);
   }
 
-  // One rank, likewise. Returns the expert of route `thread`, loaded while the table was.
-  __device__ __forceinline__ int look_around(int thread) const {
+  // One rank, likewise. The experts of the first routes are loaded while the table is.
+  __device__ __forceinline__ void look_around(int thread) const {
+    constexpr int kAhead = 3;
     const int routes = params.num_tokens * params.top_k;
-    const int expert = thread < routes ? params.ids[thread] : -1;
+    int experts[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int route = thread + i * kThreads;
+      experts[i] = route < routes ? params.ids[route] : -1;
+    }
     fill_table(thread);
     if (thread == 0) {
       sources().num_tokens[0] = params.num_tokens;
@@ -341,16 +409,18 @@ struct RouteSorter {
       sources().first_route[1] = static_cast<uint32_t>(routes);
     }
     __syncthreads();
-    return expert;
-  }
-
-  // One rank: `expert` is that of route `thread`.
-  __device__ __forceinline__ void fill_own_cache(int routes, int thread, int expert) const {
-    if (thread < routes) cache[thread] = own_slot(thread, expert);
-#pragma unroll 2
-    for (int route = thread + kThreads; route < routes; route += kThreads) {
-      cache[route] = own_slot(route, params.ids[route]);
+    if (routes > params.own_sort_routes) return;
+    bool again = false;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int route = thread + i * kThreads;
+      if (route < routes) again |= keep(route, experts[i]);
     }
+#pragma unroll 1
+    for (int route = thread + kAhead * kThreads; route < routes; route += kThreads) {
+      again |= keep(route, params.ids[route]);
+    }
+    if (again) look_again({0, routes}, thread);
   }
 
   // All threads of the CTA; a barrier has to follow. `tables_known` is called by all of them, in
@@ -358,10 +428,8 @@ struct RouteSorter {
   template <typename TablesKnown>
   __device__ __forceinline__ void sort(int warp, int lane, TablesKnown tables_known) const {
     const int thread = warp * 32 + lane;
-    const bool alone = params.peers.num_ranks == 1;
-    int expert = -1;
-    if (alone) {
-      expert = look_around(thread);
+    if (params.peers.num_ranks == 1) {
+      look_around(thread);
     } else {
       exchange_routes(params.tables_offset, warp, lane);
     }
@@ -371,11 +439,10 @@ struct RouteSorter {
     if (thread == 0) {
       shared_state().list_begin = params.local.max_routes + blockIdx.x * params.local.own_routes;
     }
-    if (alone) fill_own_cache(all.end, thread, expert);
     __syncthreads();
     count<true>(all, warp, lane);
     __syncthreads();
-    rank_warps(thread);
+    rank_warps(all, thread);
     __syncthreads();
     if (warp == 0) make_tables(lane);
     __syncthreads();
@@ -393,7 +460,7 @@ struct RouteSorter {
     __syncthreads();
     count<false>(part, warp, lane);
     __syncthreads();
-    rank_warps(thread);
+    rank_warps(part, thread);
     if (together.add_up()) {
       rank_ctas(warp, lane);
       __syncthreads();
