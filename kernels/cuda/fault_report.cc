@@ -60,7 +60,7 @@ std::string WhatWasWaitedFor(const FaultRecord& fault) {
     case moe_layer::kWaitSort:
       return absl::StrCat("the sort of the routes waited for CTA ", fault.tile);
     case moe_layer::kWaitTokens:
-      return absl::StrCat("an FC1 tile waited for the peer's row ", fault.tile);
+      return absl::StrCat("an FC1 tile waited for row ", fault.tile, " of rank ", fault.peer);
     case moe_layer::kWaitPartials:
       return absl::StrCat("combine waited for the peer's partial row of token ", fault.tile);
     default:

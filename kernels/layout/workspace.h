@@ -71,10 +71,11 @@ EXPERTD_HD constexpr int PeerIndex(int from, int to) { return from < to ? from :
 // Byte offsets from the workspace's base; every region starts on 256 bytes. P = R - 1 peers.
 struct WorkspaceOffsets {
   int64_t head = 0;
-  // Written by peers. Two buffers (step mod 2) where a peer may be a step ahead.
+  // Written by peers, what has a place for every rank by this one too. Two buffers (step mod 2)
+  // where a peer may be a step ahead.
   int64_t route_records = 0;  // [2][P][1 + T K] RouteRecord, a header first
-  int64_t token_flags = 0;    // [2][P][T] u32, step
-  int64_t tokens = 0;         // [2][P][T][H] BF16; only rows with a route to this rank come
+  int64_t token_flags = 0;    // [2][R][T] u32, step; nothing if R = 1
+  int64_t tokens = 0;         // [2][R][T][H] BF16, likewise; only rows with a route to this rank
   int64_t partial_flags = 0;  // [P][T][slices] u32, step
   int64_t partials = 0;       // [P][T][H] F32, or BF16 at the same strides in elements
   // This rank's own.
@@ -122,6 +123,7 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
   const int64_t tiles = shape.max_token_tiles();
   const int64_t peers = shape.num_ranks - 1;
   const int64_t peer_tokens = peers * shape.max_tokens_per_rank;
+  const int64_t rank_tokens = peers > 0 ? peer_tokens + shape.max_tokens_per_rank : 0;
   offsets.max_routes = routes;
   offsets.own_routes = OwnListRoutes(routes);
   offsets.max_tokens = shape.max_tokens_per_rank;
@@ -129,8 +131,8 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
   int64_t end = 0;
   const int64_t sizes[] = {int64_t{sizeof(WorkspaceHead)},
                            2 * peers * (1 + shape.rank_routes()) * int64_t{sizeof(RouteRecord)},
-                           2 * peer_tokens * 4,
-                           2 * peer_tokens * shape.hidden * 2,
+                           2 * rank_tokens * 4,
+                           2 * rank_tokens * shape.hidden * 2,
                            peer_tokens * NumPartialSlices(shape.hidden) * 4,
                            peer_tokens * shape.hidden * 4,
                            ListEntries(routes) * 4,

@@ -40,7 +40,8 @@ struct Stall {
 const Stall kStalls[] = {
     {"Routes", cuda::moe_layer::kStallRoutes, cuda::moe_layer::kWaitRoutes, 0},
     {"Records", cuda::moe_layer::kStallRecords, cuda::moe_layer::kWaitRoutes, 0},
-    {"Tokens", cuda::moe_layer::kStallTokens, cuda::moe_layer::kWaitTokens, 0},
+    {"Tokens", cuda::moe_layer::kStallTokens, cuda::moe_layer::kWaitTokens,
+     cuda::moe_layer::kWaitTokens},
     {"Fc1", cuda::moe_layer::kStallFc1, cuda::moe_layer::kWaitPartials, cuda::moe_layer::kWaitFc1},
     {"Fc2", cuda::moe_layer::kStallFc2, cuda::moe_layer::kWaitPartials, cuda::moe_layer::kWaitFc2},
     {"Partials", cuda::moe_layer::kStallPartials, cuda::moe_layer::kWaitPartials, 0},

@@ -57,7 +57,7 @@ TEST(FaultReportTest, APeerThatDidNotAnswerIsUnavailableAndNamed) {
       DescribeFailure({Ended(1), Fault(0, moe_layer::kWaitTokens, 1), Ended(2)});
   EXPECT_TRUE(absl::IsUnavailable(status));
   EXPECT_EQ(status.message(),
-            "rank 1 did not answer in 500 ms: on rank 0 an FC1 tile waited for the peer's row 17 "
+            "rank 1 did not answer in 500 ms: on rank 0 an FC1 tile waited for row 17 of rank 1 "
             "(kernel step 9, CTA 3, found 8, expected 9, waited 500123 us)");
 }
 

@@ -4,8 +4,8 @@
 #include "kernels/cuda/ptx/memory.cuh"
 
 // Addresses of the exchange: where `from` writes on `to`, in the mapping of `to`'s workspace. The
-// writer calls them with `from` = itself, the reader with `to` = itself. What a peer may write a
-// step ahead has two buffers.
+// writer calls them with `from` = itself, the reader with `to` = itself; token rows go to oneself
+// too. What a peer may write a step ahead has two buffers.
 namespace expertd::cuda::moe_layer {
 
 template <typename T>
@@ -55,15 +55,18 @@ __device__ __forceinline__ float route_weight(const MoeLayerParams& params, int 
                                      : route_record(params, source, route).weight;
 }
 
+// Index of a rank's first token among those of all ranks in this step's buffer.
+__device__ __forceinline__ int64_t first_token(const MoeLayerParams& params, int from) {
+  const int block = step_buffer(params) * params.peers.num_ranks + from;
+  return int64_t{block} * params.workspace.max_tokens;
+}
 __device__ __forceinline__ uint32_t* token_flags(const MoeLayerParams& params, int from, int to) {
-  return peer_region<uint32_t>(params, params.workspace.token_flags, params.workspace.max_tokens,
-                               step_buffer(params), from, to);
+  return params.peers.at<uint32_t>(to, params.workspace.token_flags) + first_token(params, from);
 }
 // [T][H] BF16
-__device__ __forceinline__ uint16_t* peer_tokens(const MoeLayerParams& params, int from, int to) {
-  return peer_region<uint16_t>(params, params.workspace.tokens,
-                               int64_t{params.workspace.max_tokens} * params.hidden,
-                               step_buffer(params), from, to);
+__device__ __forceinline__ uint16_t* token_rows(const MoeLayerParams& params, int from, int to) {
+  return params.peers.at<uint16_t>(to, params.workspace.tokens) +
+         first_token(params, from) * params.hidden;
 }
 
 // [T][slices]

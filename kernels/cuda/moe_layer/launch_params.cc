@@ -19,9 +19,9 @@ MoeLayerParams CompleteParams(MoeLayerParams params, layout::WeightFormat format
   params.local.fc2_done = reinterpret_cast<uint32_t*>(base + offsets.fc2_done);
   params.local.h = reinterpret_cast<uint16_t*>(base + offsets.h);
   params.local.y = reinterpret_cast<uint16_t*>(base + offsets.y);
-  const int64_t peer_rows = int64_t{params.peers.num_ranks - 1} * offsets.max_tokens;
-  params.local.peer_tokens = reinterpret_cast<const uint16_t*>(base + offsets.tokens) +
-                             (params.step & 1u) * peer_rows * params.hidden;
+  const int64_t rows = int64_t{params.peers.num_ranks} * offsets.max_tokens;
+  params.local.tokens = reinterpret_cast<const uint16_t*>(base + offsets.tokens) +
+                        (params.step & 1u) * rows * params.hidden;
   params.local.fc1_done_stride = layout::DoneStride(2 * params.intermediate);
   params.local.fc2_done_stride = layout::DoneStride(params.hidden);
   params.token_tile = config.token_tile;

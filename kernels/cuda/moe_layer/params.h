@@ -61,7 +61,7 @@ struct LocalMemory {
   uint32_t* fc2_done = nullptr;
   uint16_t* h = nullptr;
   uint16_t* y = nullptr;
-  const uint16_t* peer_tokens = nullptr;  // [P][max_tokens][H], what peers send in this step
+  const uint16_t* tokens = nullptr;  // [R][max_tokens][H], what the ranks send in this step
   int64_t max_routes = 0;
   int64_t own_routes = 0;
   int32_t fc1_done_stride = 0;

@@ -66,7 +66,7 @@ struct AnnounceRole {
     return true;
   }
 
-  // Every token goes out, whatever happens to the list.
+  // Once begun every token goes out, whatever happens to the list.
   __device__ __forceinline__ void send_tokens() {
     TokenSender tokens(params, lane);
     while (!tokens.done) {

@@ -4,11 +4,13 @@
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 
-// What this rank sends to its peers before they can compute: its ids, weights and row numbers
-// whole, and each token's row once to every rank that has a route of it. Nobody is waited for.
+// What this rank sends before anybody can compute: to its peers its routes, and each token's row
+// once to every rank that has a route of it, itself included: token warps find all rows in one
+// place. Nobody is waited for. CTA c sends tokens c, c + grid, ...
 //   send_routes   some warps of some CTAs, first of all
-//   send_few      all warps, while the peers' ids are under way: steps of few tokens
-//   TokenSender   one warp of each CTA beside its other work: steps of many tokens
+//   send_first    all warps, the CTA's first rows while the peers' routes are under way
+//   flag_first    one warp while another makes the tables
+//   TokenSender   one warp beside its other work, the rows that longer steps have more
 namespace expertd::cuda::moe_layer {
 
 // A fence at system scope waits until every store of the SM has been acknowledged, on a busy link
@@ -67,7 +69,7 @@ __device__ __forceinline__ void send_row(const MoeLayerParams& params, int token
 #pragma unroll 1
     for (uint32_t left = mask; left != 0; left &= left - 1) {
       const int peer = __ffs(left) - 1;
-      uint4* to = reinterpret_cast<uint4*>(peer_tokens(params, params.peers.rank, peer) +
+      uint4* to = reinterpret_cast<uint4*>(token_rows(params, params.peers.rank, peer) +
                                            int64_t{token} * params.hidden);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -85,111 +87,137 @@ __device__ __forceinline__ void flag_row(const MoeLayerParams& params, int token
   }
 }
 
-// CTA c sends token c, all its threads. slot_of(route, expert): global slot or -1.
-template <typename SlotOf>
-__device__ __forceinline__ void send_few(const MoeLayerParams& params, int warp, int lane,
-                                         SlotOf slot_of) {
-  const int token = static_cast<int>(blockIdx.x);
-  if (is_long(params.num_tokens) || params.stall == kStallTokens) return;
-  if (token >= params.num_tokens) return;
-  uint32_t mine = 0;
-  if (lane < params.top_k) {
-    const int route = token * params.top_k + lane;
-    const int slot = slot_of(route, params.ids[route]);
-    if (slot >= 0) mine = 1u << (slot / params.slots_per_rank);
+// The CTA's tokens in the order in which their rows go out, a window of them at a time: the next is
+// the one whose lowest slot on a rank is lowest. Ranks compute slot after slot, and so each slot's
+// tokens are complete about when its turn comes.
+struct SendOrder {
+  static constexpr uint16_t kNobody = 0xffff;  // key of a token without routes
+  static constexpr uint32_t kEnd = 0xffffffffu;
+
+  const MoeLayerParams& params;
+  int first = 0;  // of the window, among the CTA's tokens
+
+  __device__ __forceinline__ SendWindow& window() const { return shared_state().send; }
+  __device__ __forceinline__ int token_at(int index) const {
+    return static_cast<int>(blockIdx.x) + (first + index) * static_cast<int>(gridDim.x);
   }
-  const uint32_t mask = __reduce_or_sync(0xffffffffu, mine) & ~(1u << params.peers.rank);
-  send_row<2>(params, token, mask, warp * 32 + lane, kThreads);
+  __device__ __forceinline__ bool is_empty() const { return token_at(0) >= params.num_tokens; }
+  __device__ __forceinline__ int size() const {
+    const int grid = static_cast<int>(gridDim.x);
+    return min((params.num_tokens - token_at(0) + grid - 1) / grid, kSendWindow);
+  }
+
+  // By `count` threads, of which this is `thread`; a barrier has to follow. slot_of(route, expert):
+  // global slot or -1.
+  template <typename SlotOf>
+  __device__ __forceinline__ void look_up(int thread, int count, SlotOf slot_of) const {
+    const int tokens = size();
+    for (int i = thread; i < tokens; i += count) {
+      const int route = token_at(i) * params.top_k;
+      uint32_t owners = 0;
+      int key = kNobody;
+#pragma unroll 4
+      for (int k = 0; k < params.top_k; ++k) {
+        const int slot = slot_of(route + k, params.ids[route + k]);
+        if (slot < 0) continue;
+        const int owner = static_cast<int>(params.by_slots_per_rank.Quotient(slot));
+        owners |= 1u << owner;
+        key = min(key, slot - owner * params.slots_per_rank);
+      }
+      window().keys[i] = static_cast<uint16_t>(key);
+      window().owners[i] = owners;
+    }
+  }
+
+  // By a warp: what comes behind `place`, or kEnd. Places begin behind 0.
+  __device__ __forceinline__ uint32_t next(uint32_t place, int lane) const {
+    const int tokens = size();
+    uint32_t best = kEnd;
+    for (int i = lane; i < tokens; i += 32) {
+      const uint32_t key = window().keys[i];
+      const uint32_t here = (key << 8 | i) + 1;
+      if (key != kNobody && here > place) best = min(best, here);
+    }
+    return __reduce_min_sync(0xffffffffu, best);
+  }
+  __device__ __forceinline__ static int index_of(uint32_t place) { return (place - 1) & 0xffu; }
+};
+static_assert(kSendWindow <= 256 && kMaxSlots < SendOrder::kNobody);
+
+// Rows that go out at the start.
+inline constexpr int kRowsAtStart = 4;
+
+template <typename SlotOf>
+__device__ __forceinline__ void send_first(const MoeLayerParams& params, int thread,
+                                           SlotOf slot_of) {
+  const SendOrder order{params};
+  if (order.is_empty() || params.stall == kStallTokens) return;
+  order.look_up(thread, kThreads, slot_of);
   __syncthreads();
-  if (warp != 0) return;
-  ptx::fence_acq_rel_sys();
-  flag_row(params, token, mask, lane);
+  uint32_t place = 0;
+  for (int i = 0; i < kRowsAtStart; ++i) {
+    place = order.next(place, thread % 32);
+    if (place == SendOrder::kEnd) break;
+    const int index = SendOrder::index_of(place);
+    send_row<2>(params, order.token_at(index), order.window().owners[index], thread, kThreads);
+  }
 }
 
-// CTA c sends tokens c, c + grid, ..., a row at a time. Of a window of them the next is the one
-// whose lowest slot on a peer is lowest: peers compute slot after slot, and so each slot's tokens
-// are complete about when its turn comes.
+// By one warp, a barrier and some microseconds later, when the fence has little to wait for. A CTA
+// that has given up waiting for ids flags nothing: a peer's wait for these rows would only be met
+// in time to begin another.
+static __device__ __noinline__ void flag_first(const MoeLayerParams& params, int lane) {
+  const SendOrder order{params};
+  if (order.is_empty() || params.stall == kStallTokens || Waiter{params}.gave_up()) return;
+  ptx::fence_acq_rel_sys();
+  uint32_t place = 0;
+#pragma unroll 1
+  for (int i = 0; i < kRowsAtStart; ++i) {
+    place = order.next(place, lane);
+    if (place == SendOrder::kEnd) break;
+    const int index = SendOrder::index_of(place);
+    flag_row(params, order.token_at(index), order.window().owners[index], lane);
+  }
+}
+
+// The CTA's other rows, one at a time.
 struct TokenSender {
-  static constexpr int kLaneTokens = 4;
-  static constexpr int kWindow = 32 * kLaneTokens;
   static constexpr int kRowsAtOnce = 4;  // most rows between two fences; at most 4
-  static constexpr uint32_t kSent = 0xffffffffu;
 
   const MoeLayerParams& params;
   int lane;
   bool done;
-  int window = 0;          // index of its first token among the CTA's
+  SendOrder order;
+  uint32_t place = 0;      // of the last row that was stored
   int batch = 1;           // rows before the next fence
   int num_stored = 0;      // of them, those that are stored
   uint32_t stored = 0;     // their indices in the window, a byte each
   bool all_taken = false;  // of the window
   uint64_t settled_at_ns = 0;
-  uint32_t keys[kLaneTokens];
-  uint32_t masks[kLaneTokens];
 
-  __device__ __forceinline__ TokenSender(const MoeLayerParams& p, int l) : params(p), lane(l) {
-    done =
-        params.peers.num_ranks == 1 || !is_long(params.num_tokens) || params.stall == kStallTokens;
-    if (!done) look_up();
+  __device__ __forceinline__ TokenSender(const MoeLayerParams& p, int l)
+      : params(p), lane(l), order{p} {
+    done = order.token_at(kRowsAtStart) >= params.num_tokens || params.stall == kStallTokens ||
+           Waiter{p}.gave_up();
+    for (int i = 0; i < kRowsAtStart && !done; ++i) place = order.next(place, lane);
   }
 
-  __device__ __forceinline__ int token_at(int index) const {
-    return static_cast<int>(blockIdx.x) + index * static_cast<int>(gridDim.x);
-  }
-
-  __device__ __forceinline__ void look_up() {
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) {
-      keys[i] = kSent;
-      masks[i] = 0;
-      const int token = token_at(window + i * 32 + lane);
-      if (token >= params.num_tokens) continue;
-#pragma unroll 2
-      for (int k = 0; k < params.top_k; ++k) {
-        const int expert = params.ids[token * params.top_k + k];
-        if (expert < 0) continue;
-        const int slot = placed_slot(params, expert, row_in_request(params, token));
-        const int peer = slot / params.slots_per_rank;
-        if (peer == params.peers.rank) continue;
-        masks[i] |= 1u << peer;
-        keys[i] = min(keys[i], static_cast<uint32_t>(slot - peer * params.slots_per_rank));
-      }
-    }
-  }
-
-  // Index in the window of the next token, or -1: none is left in it.
-  __device__ __forceinline__ int take_next() {
-    uint32_t best = kSent;  // slot << 8 | index
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) {
-      if (keys[i] != kSent) best = min(best, keys[i] << 8 | (i * 32 + lane));
-    }
-    best = __reduce_min_sync(0xffffffffu, best);
-    if (best == kSent) return -1;
-    const int index = static_cast<int>(best & 0xffu);
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) {
-      if (index == i * 32 + lane) keys[i] = kSent;
-    }
-    return index;
-  }
-
-  __device__ __forceinline__ uint32_t mask_of(int index) const {
-    uint32_t mask = 0;
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) {
-      if (index / 32 == i) mask = masks[i];
-    }
-    return __shfl_sync(0xffffffffu, mask, index % 32);
+  // False: none is left in the window.
+  __device__ __forceinline__ bool take_next() {
+    const uint32_t next = order.next(place, lane);
+    all_taken = next == SendOrder::kEnd;
+    if (all_taken) return false;
+    place = next;
+    stored |= static_cast<uint32_t>(SendOrder::index_of(next)) << (8 * num_stored);
+    ++num_stored;
+    return true;
   }
 
   // By the whole warp, unless it is done, between looks at what else there is to do: stores a row,
   // or flags a batch of them once it has had the time to arrive (kSettleNs), or does nothing.
   __device__ __forceinline__ void step() {
     if (num_stored < batch && !all_taken) {
-      const int index = take_next();
-      all_taken = index < 0;
-      if (!all_taken) store(index);
+      if (take_next()) store(SendOrder::index_of(place));
       return;
     }
     if (num_stored > 0) {
@@ -200,9 +228,7 @@ struct TokenSender {
   }
 
   __device__ __forceinline__ void store(int index) {
-    send_row<7>(params, token_at(window + index), mask_of(index), lane, 32);
-    stored |= static_cast<uint32_t>(index) << (8 * num_stored);
-    ++num_stored;
+    send_row<7>(params, order.token_at(index), order.window().owners[index], lane, 32);
     settled_at_ns = ptx::globaltimer_ns() + num_stored * kSettleNs;
   }
 
@@ -212,18 +238,27 @@ struct TokenSender {
 #pragma unroll 1
     for (; num_stored > 0; --num_stored) {
       const int index = static_cast<int>(stored & 0xffu);
-      flag_row(params, token_at(window + index), mask_of(index), lane);
+      flag_row(params, order.token_at(index), order.window().owners[index], lane);
       stored >>= 8;
     }
     batch = min(2 * batch, kRowsAtOnce);
   }
 
   __device__ __forceinline__ void next_window() {
-    window += kWindow;
+    order.first += kSendWindow;
+    place = 0;
     all_taken = false;
-    done = token_at(window) >= params.num_tokens;
-    if (!done) look_up();
-    if (done && lane == 0) mark(params, kMarkSent);
+    done = order.is_empty();
+    if (done) {
+      if (lane == 0) mark(params, kMarkSent);
+      return;
+    }
+    __syncwarp();
+    order.look_up(lane, 32, [&](int route, int expert) {
+      if (expert < 0) return -1;
+      return placed_slot(params, expert, row_in_request(params, route / params.top_k));
+    });
+    __syncwarp();
   }
 };
 

@@ -253,13 +253,19 @@ struct RouteSorter {
     }
   }
 
+  // One warp makes the tables; another has the time to flag the rows that have been sent.
+  __device__ __forceinline__ void make_tables(int warp, int lane) const {
+    if (warp == 0) fill_tables(lane);
+    if (warp == kWarps - 1 && params.peers.num_ranks > 1) flag_first(params, lane);
+  }
+
   __device__ __forceinline__ uint32_t num_token_tiles(uint32_t routes) const {
     return params.by_token_tile.Quotient(routes + params.token_tile - 1);
   }
 
   // One warp: totals become the tables, and the tables the schedule. A lane has slots that lie side
   // by side.
-  __device__ __forceinline__ void make_tables(int lane) const {
+  __device__ __forceinline__ void fill_tables(int lane) const {
     uint32_t* const route_table = route_begin(params);
     uint32_t* const tile_table = tile_begin(params);
     const int lane_slots = (params.num_slots + 31) / 32;
@@ -383,7 +389,7 @@ struct RouteSorter {
     send_routes(params, thread);
     fill_table(thread);
     __syncthreads();
-    send_few(params, warp, lane, [&](int route, int id) {
+    send_first(params, thread, [&](int route, int id) {
       const uint16_t slot = own_slot(route, id);
       return slot == kNowhere ? -1 : int{slot};
     });
@@ -433,8 +439,10 @@ struct RouteSorter {
     } else {
       exchange_routes(params.tables_offset, warp, lane);
     }
-    if (num_routes() > params.own_sort_routes)
-      return sort_together(params.tables_offset, warp, lane);
+    if (num_routes() > params.own_sort_routes) {
+      sort_together(params.tables_offset, warp, lane);
+      return;
+    }
     const Part all = {0, num_routes()};
     if (thread == 0) {
       shared_state().list_begin = params.local.max_routes + blockIdx.x * params.local.own_routes;
@@ -444,7 +452,7 @@ struct RouteSorter {
     __syncthreads();
     rank_warps(all, thread);
     __syncthreads();
-    if (warp == 0) make_tables(lane);
+    make_tables(warp, lane);
     __syncthreads();
     tables_known();
     place<true>(all, warp, lane);
@@ -461,16 +469,19 @@ struct RouteSorter {
     count<false>(part, warp, lane);
     __syncthreads();
     rank_warps(part, thread);
-    if (together.add_up()) {
+    const bool several = params.peers.num_ranks > 1;
+    if (together.add_up([&] {
+          if (several) flag_first(params, lane);
+        })) {
       rank_ctas(warp, lane);
       __syncthreads();
     } else {
       part.end = part.begin;  // the tables will say that there is nothing to do
     }
-    if (warp == 0) make_tables(lane);
+    if (warp == 0) fill_tables(lane);
     __syncthreads();
     place<false>(part, warp, lane);
-    (void)together.meet(SharedSort::kPlaced);
+    (void)together.meet(SharedSort::kPlaced, [] {});
   }
 };
 

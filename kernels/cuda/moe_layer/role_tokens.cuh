@@ -1,7 +1,5 @@
 #pragma once
 
-#include <type_traits>
-
 #include "kernels/cuda/moe_layer/exchange.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 #include "kernels/cuda/ptx/copy.cuh"
@@ -42,10 +40,6 @@ struct TokenRole {
     place.index = token_warp;
   }
 
-  // With several ranks a row of FC1 lies in x or among what peers sent: the top bit of `source`
-  // says which, the rest counts from there.
-  static constexpr uint32_t kFromPeer = 0x80000000u;
-
   // What a lane knows of the tile's rows l, l + 32, ... : their routes and where they begin for
   // FC1, in units of 16 bytes. And one of the tile's factors.
   struct Rows {
@@ -68,28 +62,20 @@ struct TokenRole {
       if (row >= tile.rows) continue;
       const uint32_t position = tile.first_route + row;
       rows.route[i] = sorted_routes(params)[position];
-      if (is_fc1) {
-        rows.source[i] = token_row(rows.route[i]) * row_chunks;
-        if (params.peers.num_ranks > 1) rows.source[i] |= peer_bit(rows.route[i]);
-      }
+      if (is_fc1) rows.source[i] = token_row(rows.route[i]) * row_chunks;
     }
   }
 
-  __device__ __forceinline__ uint32_t peer_bit(uint32_t route) const {
-    return source_of(params, route) == params.peers.rank ? 0 : kFromPeer;
-  }
-
-  // Row of a route's token in x, or in what peers sent in this step, [P][max_tokens].
+  // Row of a route's token in x or, with several ranks, in what they sent in this step, [R][T].
   __device__ __forceinline__ uint32_t token_row(uint32_t route) const {
     if (params.peers.num_ranks == 1) return route / static_cast<uint32_t>(params.top_k);
     const Sources& sources = shared_state().sources;
     const int source = source_of(params, route);
     const uint32_t token = (route - sources.first_route[source]) / sources.top_k[source];
-    if (source == params.peers.rank) return token;
-    return layout::PeerIndex(source, params.peers.rank) * params.workspace.max_tokens + token;
+    return source * params.workspace.max_tokens + token;
   }
 
-  // FC1: until the rows that peers send are here.
+  // FC1, several ranks: until the rows are here, this rank's own too.
   __device__ __forceinline__ void wait_for_tokens(const Rows& rows, int count) const {
     uint32_t found[kLaneRows];
     Awaited what = {kWaitTokens, 0, params.peers.rank};
@@ -98,9 +84,8 @@ struct TokenRole {
     for (int i = 0; i < kLaneRows; ++i) {
       flags[i] = nullptr;
       if (lane + 32 * i >= count) continue;
-      const int source = source_of(params, rows.route[i]);
-      if (source == params.peers.rank) continue;
       const Sources& sources = shared_state().sources;
+      const int source = source_of(params, rows.route[i]);
       const uint32_t token = (rows.route[i] - sources.first_route[source]) / sources.top_k[source];
       flags[i] = token_flags(params, source, params.peers.rank) + token;
       what.tile = token;
@@ -180,12 +165,12 @@ struct TokenRole {
     __syncwarp();
   }
 
-  // Blocks of 64 of K of all rows of x. `source` [row group]: where the lane's row begins; `from`:
+  // Blocks of 64 of K of all rows. `source` [row group]: where the lane's row begins; `from`:
   // the lane's chunk of row 0.
   template <int kBlocks>
-  __device__ __forceinline__ static void copy_own(uint32_t to, uint32_t block_bytes,
-                                                  const uint32_t (&source)[kRowGroups],
-                                                  int last_row, const char* from) {
+  __device__ __forceinline__ static void copy_rows(uint32_t to, uint32_t block_bytes,
+                                                   const uint32_t (&source)[kRowGroups],
+                                                   int last_row, const char* from) {
     uint32_t targets[2][kBlocks];  // of even and odd groups: they differ in one bit of the swizzle
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -203,67 +188,34 @@ struct TokenRole {
     }
   }
 
-  // The same of rows of which some are peers'.
-  template <int kBlocks>
-  __device__ __forceinline__ void copy_mixed(uint32_t to, uint32_t block_bytes, const Rows& rows,
-                                             int last_row, const char* from,
-                                             const char* from_peer) const {
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-#pragma unroll 1
-      for (int first = 32 * i; first <= min(last_row, 32 * i + 31); first += 4) {
-        const int row = min(first + (lane >> 3), last_row);
-        const uint32_t offset = __shfl_sync(0xffffffffu, rows.source[i], row & 31);
-        const char* base = (offset & kFromPeer) != 0 ? from_peer : from;
-        base += uint64_t{offset & ~kFromPeer} * 16;
-        const uint32_t target = (to ^ (first & 4) << 4) + first * 128;
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-          ptx::cp_async_16(target + block * block_bytes, base + block * 128);
-        }
-      }
-    }
-  }
-
-  // FC1. kMixed: some rows are peers'.
-  template <bool kMixed>
+  // FC1: from x, or from what the ranks sent.
   __device__ __forceinline__ void gather(const TileSlot& tile, const Rows& rows) {
+    const uint16_t* tokens = params.peers.num_ranks > 1 ? params.local.tokens : params.x;
     const int num_stages = num_stages_of(tile);
     const uint32_t block_bytes = tile.width * 128;
     const int last_row = tile.rows - 1;
     const int first_row = lane >> 3;
     uint32_t source[kRowGroups];
-    if constexpr (!kMixed) {
 #pragma unroll
-      for (int group = 0; group < kRowGroups; ++group) {
-        const int row = min(4 * group + first_row, last_row);
-        source[group] = __shfl_sync(0xffffffffu, rows.source[4 * group / 32], row & 31);
-      }
+    for (int group = 0; group < kRowGroups; ++group) {
+      const int row = min(4 * group + first_row, last_row);
+      source[group] = __shfl_sync(0xffffffffu, rows.source[4 * group / 32], row & 31);
     }
     const uint32_t in_stage = first_row * 128 + (((lane & 7) ^ first_row) << 4);
     for (; ahead < num_stages; next_stage()) {
       wait_empty();
       const int blocks = params.hidden / 64 - ahead * kStageBlocks;
       const int column = ahead * (kStageK * 2) + (lane & 7) * 16;
-      const char* from = reinterpret_cast<const char*>(params.x) + column;
-      const char* from_peer = reinterpret_cast<const char*>(params.local.peer_tokens) + column;
+      const char* from = reinterpret_cast<const char*>(tokens) + column;
       uint32_t to = token_stage_address(params, place.index) + in_stage;
-      const auto copy = [&](auto count) {
-        if constexpr (kMixed) {
-          copy_mixed<count>(to, block_bytes, rows, last_row, from, from_peer);
-        } else {
-          copy_own<count>(to, block_bytes, source, last_row, from);
-        }
-      };
       if (blocks >= kStageBlocks) {
-        copy(std::integral_constant<int, kStageBlocks>());
+        copy_rows<kStageBlocks>(to, block_bytes, source, last_row, from);
       } else {
 #pragma unroll 1
         for (int block = 0; block < blocks; ++block) {
-          copy(std::integral_constant<int, 1>());
+          copy_rows<1>(to, block_bytes, source, last_row, from);
           to += block_bytes;
           from += 128;
-          from_peer += 128;
         }
         if (blocks % 2 != 0) zero_block(tile.width, blocks);
       }
@@ -275,7 +227,6 @@ struct TokenRole {
   }
 
   __device__ __forceinline__ void copy_intermediate(const TileSlot& tile) {
-    wait_for_fc1(tile.tile.token_tile);
     __syncwarp();
     ptx::fence_proxy_async_global();
     const int num_stages = num_stages_of(tile);
@@ -303,15 +254,13 @@ struct TokenRole {
       const bool is_fc1 = tile.tile.phase == Phase::kFc1;
       Rows rows;
       find_rows(tile, is_fc1, rows);
-      if (ahead == 0) leave_rows(tile, rows);
       if (is_fc1) {
-        if (params.peers.num_ranks > 1) {
-          wait_for_tokens(rows, tile.rows);
-          gather<true>(tile, rows);
-        } else {
-          gather<false>(tile, rows);
-        }
+        if (ahead == 0) leave_rows(tile, rows);
+        if (params.peers.num_ranks > 1) wait_for_tokens(rows, tile.rows);
+        gather(tile, rows);
       } else {
+        wait_for_fc1(tile.tile.token_tile);  // while the rows' routes are on their way
+        if (ahead == 0) leave_rows(tile, rows);
         copy_intermediate(tile);
       }
     }

@@ -58,6 +58,8 @@ __device__ __forceinline__ void prefetch_weights(const MoeLayerParams& params, u
 
 template <layout::WeightFormat kFormat, int... kWidths>
 struct WeightRole {
+  static constexpr int kClaimStages = 2;  // from a claim to when its answer is looked at
+
   const MoeLayerParams& params;
   Waiter waiter;
   uint64_t policy;
@@ -67,13 +69,21 @@ struct WeightRole {
   __device__ __forceinline__ explicit WeightRole(const MoeLayerParams& p)
       : params(p), waiter{p}, policy(ptx::policy_evict_first()) {}
 
-  __device__ __forceinline__ TileSlot& next_slot() {
+  // Tells the other warps of tile `index` of the list, or that the list has ended: false.
+  __device__ __forceinline__ bool post(uint32_t index, Tile& tile) {
+    const Schedule& schedule = shared_state().schedule;
     waiter.wait(tile_empty_barrier(slot.index), slot.phase ^ 1u);
-    return shared_state().tiles[slot.index];
-  }
-  __device__ __forceinline__ void post_slot() {
+    TileSlot& out = shared_state().tiles[slot.index];
+    const bool more = index < schedule.num_tiles && !waiter.gave_up();
+    if (more) {
+      tile = TileAt(schedule, tile_begin(params), index);
+      describe(tile, out);
+    } else {
+      out.rows = -1;
+    }
     ptx::mbarrier_arrive(tile_full_barrier(slot.index));
     slot.advance(kTileSlots);
+    return more;
   }
 
   __device__ __forceinline__ void describe(const Tile& tile, TileSlot& out) const {
@@ -88,11 +98,19 @@ struct WeightRole {
     out.first_route = begin + tile.tile_in_slot * pitch;
   }
 
-  // One stage: K units 2 stage and, unless past the end, 2 stage + 1.
-  __device__ __forceinline__ void stream(const Tile& tile) {
+  // A stage: K units 2 stage and, unless past the end, 2 stage + 1. The CTA's next tile, `next` if
+  // there is one, is claimed late, so that at the end of the list no CTA holds a tile that another
+  // could have begun; but the answer takes a microsecond or two to come, and the token warps three
+  // more to have the tile's first rows here, while the ring lasts five.
+  __device__ __forceinline__ bool stream(const Tile& tile, Tile& next) {
     constexpr uint32_t kUnit = layout::UnitBytes(kFormat);
     WeightSource source = weight_source<kFormat>(params, tile);
-    for (int unit = 0; unit < source.units; unit += kStageUnits) {
+    uint32_t claimed = 0;
+    bool more = false;
+    const int last = (source.units - 1) / kStageUnits;
+    for (int unit = 0, i = 0; i <= last; unit += kStageUnits, ++i) {
+      if (i == max(last - kClaimStages, 0)) claimed = claim(params);
+      if (i == last) more = post(claimed, next);
       waiter.wait(empty_barrier(stage.index), stage.phase ^ 1u);
       const uint32_t full = full_barrier(stage.index);
       const uint32_t target = weight_stage_address<kFormat>(stage.index);
@@ -111,20 +129,18 @@ struct WeightRole {
       source.first += kStageUnits * source.step;
       stage.advance(params.num_stages);
     }
+    return more;
   }
 
-  // `claimed`: this CTA's first tile.
-  __device__ __forceinline__ void run(uint32_t claimed) {
-    const Schedule& schedule = shared_state().schedule;
-    while (claimed < schedule.num_tiles && !waiter.gave_up()) {
-      const Tile tile = TileAt(schedule, tile_begin(params), claimed);
-      describe(tile, next_slot());
-      post_slot();
-      claimed = claim(params);
-      stream(tile);
+  // `first`: this CTA's first tile.
+  __device__ __forceinline__ void run(uint32_t first) {
+    Tile tile;
+    bool more = post(first, tile);
+    while (more) {
+      Tile next;
+      more = stream(tile, next);
+      tile = next;
     }
-    next_slot().rows = -1;
-    post_slot();
   }
 };
 

@@ -37,6 +37,12 @@ struct Sources {
   int32_t top_k[layout::kMaxKernelRanks];
 };
 
+// Tokens of the CTA whose rows are to go out: see role_dispatch.cuh.
+struct SendWindow {
+  uint16_t keys[kSendWindow];
+  uint32_t owners[kSendWindow];  // a bit a rank
+};
+
 struct SharedState {
   uint64_t full[kMaxStages];         // weights loaded, 1 arrival and the bytes; joined: tokens too
   uint64_t empty[kMaxStages];        // weights in registers: kExpertWarps arrivals
@@ -49,7 +55,10 @@ struct SharedState {
   Sources sources;
   int64_t list_begin;  // of the step's list of routes, among layout::ListEntries
   Schedule schedule;
-  uint16_t return_keys[kMaxReturnKeys];  // see role_return.cuh
+  union {  // rows are sent before partial rows are returned
+    SendWindow send;
+    uint16_t return_keys[kMaxReturnKeys];  // see role_return.cuh
+  };
   TileSlot tiles[kTileSlots];
 };
 static_assert(sizeof(SharedState) <= kStateBytes, "the ring starts behind the state");

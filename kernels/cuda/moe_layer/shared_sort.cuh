@@ -35,11 +35,13 @@ struct SharedSort {
   }
 
   // All threads of the CTA; what every CTA has written before is visible after it. False: some CTA
-  // gave up, and so has this one.
-  __device__ __forceinline__ bool meet(int meeting) const {
+  // gave up, and so has this one. Meanwhile another warp has the time to do what lies `beside`.
+  template <typename Beside>
+  __device__ __forceinline__ bool meet(int meeting, Beside beside) const {
     uint32_t* flags = params.local.sort_flags + meeting * layout::kMaxCtas;
     const int ctas = static_cast<int>(gridDim.x);
     __syncthreads();
+    if (warp == kWarps - 1) beside();
     if (warp == 0) {
       if (lane == 0 && !waiter.gave_up() && !stays_away(meeting)) {
         ptx::fence_acq_rel_gpu();
@@ -72,14 +74,15 @@ struct SharedSort {
   // All threads, each where it was in rank_warps; ends with a barrier. From the CTA's total of each
   // slot, in route_begin[slot + 1], makes that of all CTAs there, and of the CTAs before this one
   // in tile_begin[slot + 1]. False: gave up, and all are zero.
-  __device__ __forceinline__ bool add_up() const {
+  template <typename Beside>
+  __device__ __forceinline__ bool add_up(Beside beside) const {
     const bool tells = !stays_away(kCounted);
     for (int slot = warp * 32 + lane; slot < params.num_slots; slot += kThreads) {
       if (tells) counts_of(blockIdx.x)[slot] = route_begin(params)[slot + 1];
       route_begin(params)[slot + 1] = 0;
       tile_begin(params)[slot + 1] = 0;
     }
-    if (!meet(kCounted)) return false;
+    if (!meet(kCounted, beside)) return false;
     add_rows();
     __syncthreads();
     return true;

@@ -50,9 +50,8 @@ __device__ __forceinline__ void give_up(const MoeLayerParams& params, const Awai
 
 // Who waits for this rank's own CTAs speaks later than who waits for a peer: the CTAs may wait for
 // that peer themselves, and the record should name the cause.
-__device__ __forceinline__ uint64_t limit_of(const MoeLayerParams& params, uint32_t code) {
-  const bool own = code == kWaitFc1 || code == kWaitFc2 || code == kWaitSort;
-  return own ? params.timeout_ns + params.timeout_ns / 4 : params.timeout_ns;
+__device__ __forceinline__ uint64_t limit_of(const MoeLayerParams& params, int peer) {
+  return peer == params.peers.rank ? params.timeout_ns + params.timeout_ns / 4 : params.timeout_ns;
 }
 
 // Looked at now and then by who waits for another CTA or a peer. True: stop waiting. The host's
@@ -65,7 +64,7 @@ __device__ __forceinline__ bool should_give_up(const MoeLayerParams& params, con
     return true;
   }
   const bool stop = ask_host && ptx::ld_relaxed_sys(params.stop) != 0;
-  if (!stop && waited_ns < limit_of(params, what.code)) return false;
+  if (!stop && waited_ns < limit_of(params, what.peer)) return false;
   give_up(params, stop ? Awaited{kStopped, what.tile, what.peer} : what, found,
           static_cast<uint32_t>(waited_ns / 1000));
   return true;

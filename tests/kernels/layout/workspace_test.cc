@@ -34,6 +34,8 @@ struct Region {
 std::vector<Region> Regions(const WorkspaceShape& shape) {
   const WorkspaceOffsets o = PlanWorkspace(shape);
   const int64_t peers = shape.num_ranks - 1;
+  const int64_t row_ranks =
+      peers > 0 ? shape.num_ranks : 0;  // one rank reads its rows where they are
   const int64_t tokens = shape.max_tokens_per_rank;
   const int64_t pairs = tokens * shape.max_top_k;
   const int64_t all_pairs = pairs * shape.num_ranks;
@@ -43,8 +45,8 @@ std::vector<Region> Regions(const WorkspaceShape& shape) {
   const int64_t fc2_stride = DoneStride(shape.hidden);
   return {{"head", o.head, int64_t{sizeof(WorkspaceHead)}},
           {"route_records", o.route_records, 2 * peers * (1 + pairs) * 16},
-          {"token_flags", o.token_flags, 2 * peers * tokens * 4},
-          {"tokens", o.tokens, 2 * peers * tokens * shape.hidden * 2},
+          {"token_flags", o.token_flags, 2 * row_ranks * tokens * 4},
+          {"tokens", o.tokens, 2 * row_ranks * tokens * shape.hidden * 2},
           {"partial_flags", o.partial_flags, peers * tokens * NumPartialSlices(shape.hidden) * 4},
           {"partials", o.partials, peers * tokens * shape.hidden * 4},
           {"routes", o.routes, entries * 4},
