@@ -166,7 +166,7 @@ __device__ __forceinline__ void send_first(const MoeLayerParams& params, int thr
 // By one warp, a barrier and some microseconds later, when the fence has little to wait for. A CTA
 // that has given up waiting for ids flags nothing: a peer's wait for these rows would only be met
 // in time to begin another.
-static __device__ __noinline__ void flag_first(const MoeLayerParams& params, int lane) {
+__device__ __forceinline__ void flag_first(const MoeLayerParams& params, int lane) {
   const SendOrder order{params};
   if (order.is_empty() || params.stall == kStallTokens || Waiter{params}.gave_up()) return;
   ptx::fence_acq_rel_sys();

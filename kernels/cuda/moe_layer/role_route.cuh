@@ -16,6 +16,7 @@ namespace expertd::cuda::moe_layer {
 
 static __device__ __noinline__ void exchange_routes(uint32_t tables_offset, int warp, int lane);
 static __device__ __noinline__ void sort_together(uint32_t tables_offset, int warp, int lane);
+static __device__ __noinline__ void flag_first_rows(uint32_t tables_offset, int lane);
 
 struct RouteSorter {
   static constexpr uint16_t kNowhere = 0xffff;     // global slots are below 32 * 1024
@@ -256,7 +257,8 @@ struct RouteSorter {
   // One warp makes the tables; another has the time to flag the rows that have been sent.
   __device__ __forceinline__ void make_tables(int warp, int lane) const {
     if (warp == 0) fill_tables(lane);
-    if (warp == kWarps - 1 && params.peers.num_ranks > 1) flag_first(params, lane);
+    if (warp == kWarps - 1 && params.peers.num_ranks > 1)
+      flag_first_rows(params.tables_offset, lane);
   }
 
   __device__ __forceinline__ uint32_t num_token_tiles(uint32_t routes) const {
@@ -488,6 +490,9 @@ struct RouteSorter {
 // Apart: code that a launch does not run, but that lies in the way of what it does, costs it time.
 static __device__ __noinline__ void exchange_routes(uint32_t tables_offset, int warp, int lane) {
   RouteSorter(routing_params(tables_offset)).exchange(warp, lane);
+}
+static __device__ __noinline__ void flag_first_rows(uint32_t tables_offset, int lane) {
+  flag_first(routing_params(tables_offset), lane);
 }
 static __device__ __noinline__ void sort_together(uint32_t tables_offset, int warp, int lane) {
   RouteSorter(routing_params(tables_offset)).sort_part(warp, lane);

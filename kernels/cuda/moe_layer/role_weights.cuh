@@ -69,23 +69,6 @@ struct WeightRole {
   __device__ __forceinline__ explicit WeightRole(const MoeLayerParams& p)
       : params(p), waiter{p}, policy(ptx::policy_evict_first()) {}
 
-  // Tells the other warps of tile `index` of the list, or that the list has ended: false.
-  __device__ __forceinline__ bool post(uint32_t index, Tile& tile) {
-    const Schedule& schedule = shared_state().schedule;
-    waiter.wait(tile_empty_barrier(slot.index), slot.phase ^ 1u);
-    TileSlot& out = shared_state().tiles[slot.index];
-    const bool more = index < schedule.num_tiles && !waiter.gave_up();
-    if (more) {
-      tile = TileAt(schedule, tile_begin(params), index);
-      describe(tile, out);
-    } else {
-      out.rows = -1;
-    }
-    ptx::mbarrier_arrive(tile_full_barrier(slot.index));
-    slot.advance(kTileSlots);
-    return more;
-  }
-
   __device__ __forceinline__ void describe(const Tile& tile, TileSlot& out) const {
     const uint32_t begin = route_begin(params)[tile.slot];
     const int routes = static_cast<int>(route_begin(params)[tile.slot + 1] - begin);
@@ -98,49 +81,62 @@ struct WeightRole {
     out.first_route = begin + tile.tile_in_slot * pitch;
   }
 
-  // A stage: K units 2 stage and, unless past the end, 2 stage + 1. The CTA's next tile, `next` if
-  // there is one, is claimed late, so that at the end of the list no CTA holds a tile that another
-  // could have begun; but the answer takes a microsecond or two to come, and the token warps three
-  // more to have the tile's first rows here, while the ring lasts five.
-  __device__ __forceinline__ bool stream(const Tile& tile, Tile& next) {
-    constexpr uint32_t kUnit = layout::UnitBytes(kFormat);
-    WeightSource source = weight_source<kFormat>(params, tile);
-    uint32_t claimed = 0;
-    bool more = false;
-    const int last = (source.units - 1) / kStageUnits;
-    for (int unit = 0, i = 0; i <= last; unit += kStageUnits, ++i) {
-      if (i == max(last - kClaimStages, 0)) claimed = claim(params);
-      if (i == last) more = post(claimed, next);
-      waiter.wait(empty_barrier(stage.index), stage.phase ^ 1u);
-      const uint32_t full = full_barrier(stage.index);
-      const uint32_t target = weight_stage_address<kFormat>(stage.index);
-      const bool both = unit + 1 < source.units;
-      const uint32_t bytes = source.bytes;
-      ptx::mbarrier_arrive_expect_tx(full, both ? 2 * bytes : bytes);
-      if (both && bytes == layout::kGroupTiles * kUnit) {
-        ptx::bulk_copy(target, source.first, 2 * bytes, full, policy);
-      } else {
-        ptx::bulk_copy(target, source.first, bytes, full, policy);
-        if (both) {
-          ptx::bulk_copy(target + layout::kGroupTiles * kUnit, source.first + source.step, bytes,
-                         full, policy);
-        }
-      }
-      source.first += kStageUnits * source.step;
-      stage.advance(params.num_stages);
+  // Tells the other warps of tile `index` of the list, or that the list has ended: false.
+  __device__ __forceinline__ bool post(uint32_t index) {
+    const Schedule& schedule = shared_state().schedule;
+    waiter.wait(tile_empty_barrier(slot.index), slot.phase ^ 1u);
+    TileSlot& out = shared_state().tiles[slot.index];
+    const bool more = index < schedule.num_tiles && !waiter.gave_up();
+    if (more) {
+      describe(TileAt(schedule, tile_begin(params), index), out);
+    } else {
+      out.rows = -1;
     }
+    ptx::mbarrier_arrive(tile_full_barrier(slot.index));
     return more;
   }
 
-  // `first`: this CTA's first tile.
-  __device__ __forceinline__ void run(uint32_t first) {
-    Tile tile;
-    bool more = post(first, tile);
-    while (more) {
-      Tile next;
-      more = stream(tile, next);
-      tile = next;
+  // The next stage of a tile: two K units, or the one that is left.
+  __device__ __forceinline__ void stream_stage(WeightSource& source) {
+    constexpr uint32_t kUnit = layout::UnitBytes(kFormat);
+    waiter.wait(empty_barrier(stage.index), stage.phase ^ 1u);
+    const uint32_t full = full_barrier(stage.index);
+    const uint32_t target = weight_stage_address<kFormat>(stage.index);
+    const bool both = source.units > 1;
+    const uint32_t bytes = source.bytes;
+    ptx::mbarrier_arrive_expect_tx(full, both ? 2 * bytes : bytes);
+    if (both && bytes == layout::kGroupTiles * kUnit) {
+      ptx::bulk_copy(target, source.first, 2 * bytes, full, policy);
+    } else {
+      ptx::bulk_copy(target, source.first, bytes, full, policy);
+      if (both) {
+        ptx::bulk_copy(target + layout::kGroupTiles * kUnit, source.first + source.step, bytes,
+                       full, policy);
+      }
     }
+    source.first += kStageUnits * source.step;
+    source.units -= kStageUnits;
+    stage.advance(params.num_stages);
+  }
+
+  // `claimed`: this CTA's first tile. The next one is claimed late, so that at the end of the list
+  // no CTA holds a tile that another could have begun; but the answer takes a microsecond or two to
+  // come, and the token warps three more to have the tile's first rows here, while the ring lasts
+  // five: so it is posted before the last stage of the tile in hand.
+  __device__ __forceinline__ void run(uint32_t claimed) {
+    WeightSource source = {};
+    while (post(claimed)) {
+      if (source.units > 0) stream_stage(source);
+      source = weight_source<kFormat>(params, shared_state().tiles[slot.index].tile);
+      slot.advance(kTileSlots);
+      const int last = (source.units - 1) / kStageUnits;
+      for (int i = 0; i < last; ++i) {
+        if (i == last - kClaimStages) claimed = claim(params);
+        stream_stage(source);
+      }
+      if (last < kClaimStages) claimed = claim(params);
+    }
+    if (source.units > 0) stream_stage(source);
   }
 };
 
