@@ -54,7 +54,9 @@ std::string WhatWasWaitedFor(const FaultRecord& fault) {
     case moe_layer::kStopped:
       return "it was told to stop";
     case moe_layer::kWaitRoutes:
-      return absl::StrCat("routing waited for chunk ", fault.tile, " of the peer's ids");
+      return fault.tile == 0
+                 ? "routing waited for the peer's number of routes"
+                 : absl::StrCat("routing waited for route ", fault.tile - 1, " of the peer");
     case moe_layer::kWaitSort:
       return absl::StrCat("the sort of the routes waited for CTA ", fault.tile);
     case moe_layer::kWaitTokens:

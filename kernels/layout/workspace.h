@@ -42,30 +42,28 @@ struct WorkspaceHead {
   uint32_t unused[29];
 };
 
-// A peer's ids, weights and row numbers come in chunks of so many routes, each with its own flag.
-inline constexpr int kRouteChunk = 2048;
+// What a rank tells its peers of each of its routes. It is written and read as one: who finds the
+// step in it has the rest.
+struct alignas(16) RouteRecord {
+  int32_t expert;  // or -1
+  float weight;
+  int32_t row;  // in its request
+  uint32_t step;
+};
+static_assert(sizeof(RouteRecord) == 16);
+// In front of a rank's records: how many tokens it has in the step, and their K.
+EXPERTD_HD constexpr RouteRecord RouteHeader(uint32_t step, int tokens, int top_k) {
+  return {tokens, 0.0f, top_k, step};
+}
+EXPERTD_HD constexpr int TokensOf(const RouteRecord& header) { return header.expert; }
+EXPERTD_HD constexpr int TopKOf(const RouteRecord& header) { return header.row; }
+
 // Columns of a partial row that one flag covers.
 inline constexpr int kPartialColumns = 256;
 
-EXPERTD_HD constexpr int NumRouteChunks(int64_t routes) {
-  const int64_t chunks = (routes + kRouteChunk - 1) / kRouteChunk;
-  return static_cast<int>(chunks > 0 ? chunks : 1);  // one that says so where there are none
-}
 EXPERTD_HD constexpr int NumPartialSlices(int hidden) {
   return (hidden + kPartialColumns - 1) / kPartialColumns;
 }
-
-// A chunk's flag: the step that wrote it, and the tokens and K of the writing rank's step.
-EXPERTD_HD constexpr uint64_t RouteFlag(uint32_t step, int tokens, int top_k) {
-  return uint64_t{step} << 32 | static_cast<uint32_t>(tokens) << 8 | static_cast<uint32_t>(top_k);
-}
-EXPERTD_HD constexpr uint32_t StepOfFlag(uint64_t flag) {
-  return static_cast<uint32_t>(flag >> 32);
-}
-EXPERTD_HD constexpr int TokensOfFlag(uint64_t flag) {
-  return static_cast<int>(static_cast<uint32_t>(flag) >> 8);
-}
-EXPERTD_HD constexpr int TopKOfFlag(uint64_t flag) { return static_cast<int>(flag & 0xffu); }
 
 // Where `from` writes on `to`: the other ranks in order, from != to.
 EXPERTD_HD constexpr int PeerIndex(int from, int to) { return from < to ? from : from - 1; }
@@ -75,10 +73,7 @@ struct WorkspaceOffsets {
   int64_t head = 0;
   // Written by peers, what has a place for every rank by this one too. Two buffers (step mod 2)
   // where a peer may be a step ahead.
-  int64_t route_flags = 0;    // [2][P][chunks] u64, RouteFlag
-  int64_t route_ids = 0;      // [2][P][T K] i32, expert or -1
-  int64_t route_weights = 0;  // [2][P][T K] f32
-  int64_t route_rows = 0;     // [2][P][T] i32, row in request
+  int64_t route_records = 0;  // [2][P][1 + T K] RouteRecord, a header first
   int64_t token_flags = 0;    // [2][R][T] u32, step; nothing if R = 1
   int64_t tokens = 0;         // [2][R][T][H] BF16, likewise; only rows with a route to this rank
   int64_t partial_flags = 0;  // [P][T][slices] u32, step
@@ -97,7 +92,6 @@ struct WorkspaceOffsets {
   int64_t max_routes = 0;
   int64_t own_routes = 0;   // entries of a CTA's own list
   int32_t max_tokens = 0;   // T of the strides
-  int32_t max_chunks = 0;   // of route_flags
   int64_t rank_routes = 0;  // T K of the strides
 };
 
@@ -133,14 +127,10 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
   offsets.max_routes = routes;
   offsets.own_routes = OwnListRoutes(routes);
   offsets.max_tokens = shape.max_tokens_per_rank;
-  offsets.max_chunks = NumRouteChunks(shape.rank_routes());
   offsets.rank_routes = shape.rank_routes();
   int64_t end = 0;
   const int64_t sizes[] = {int64_t{sizeof(WorkspaceHead)},
-                           2 * peers * offsets.max_chunks * 8,
-                           2 * peers * shape.rank_routes() * 4,
-                           2 * peers * shape.rank_routes() * 4,
-                           2 * peer_tokens * 4,
+                           2 * peers * (1 + shape.rank_routes()) * int64_t{sizeof(RouteRecord)},
                            2 * rank_tokens * 4,
                            2 * rank_tokens * shape.hidden * 2,
                            peer_tokens * NumPartialSlices(shape.hidden) * 4,
@@ -153,12 +143,20 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
                            kSortMeetings * kMaxCtas * 4,
                            routes * shape.intermediate * 2,
                            routes * shape.hidden * 2};
-  int64_t* const fields[] = {
-      &offsets.head,       &offsets.route_flags, &offsets.route_ids,  &offsets.route_weights,
-      &offsets.route_rows, &offsets.token_flags, &offsets.tokens,     &offsets.partial_flags,
-      &offsets.partials,   &offsets.routes,      &offsets.owners,     &offsets.sort_counts,
-      &offsets.fc1_done,   &offsets.fc2_done,    &offsets.sort_flags, &offsets.h,
-      &offsets.y};
+  int64_t* const fields[] = {&offsets.head,
+                             &offsets.route_records,
+                             &offsets.token_flags,
+                             &offsets.tokens,
+                             &offsets.partial_flags,
+                             &offsets.partials,
+                             &offsets.routes,
+                             &offsets.owners,
+                             &offsets.sort_counts,
+                             &offsets.fc1_done,
+                             &offsets.fc2_done,
+                             &offsets.sort_flags,
+                             &offsets.h,
+                             &offsets.y};
   for (int i = 0; i < static_cast<int>(sizeof(sizes) / sizeof(sizes[0])); ++i) {
     *fields[i] = end;
     end = (end + sizes[i] + 255) / 256 * 256;

@@ -39,6 +39,7 @@ struct Stall {
 };
 const Stall kStalls[] = {
     {"Routes", cuda::moe_layer::kStallRoutes, cuda::moe_layer::kWaitRoutes, 0},
+    {"Records", cuda::moe_layer::kStallRecords, cuda::moe_layer::kWaitRoutes, 0},
     {"Tokens", cuda::moe_layer::kStallTokens, cuda::moe_layer::kWaitTokens,
      cuda::moe_layer::kWaitTokens},
     {"Fc1", cuda::moe_layer::kStallFc1, cuda::moe_layer::kWaitPartials, cuda::moe_layer::kWaitFc1},

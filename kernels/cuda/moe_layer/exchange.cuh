@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cuda/moe_layer/params.h"
+#include "kernels/cuda/ptx/memory.cuh"
 
 // Addresses of the exchange: where `from` writes on `to`, in the mapping of `to`'s workspace. The
 // writer calls them with `from` = itself, the reader with `to` = itself; token rows go to oneself
@@ -18,21 +19,40 @@ __device__ __forceinline__ int step_buffer(const MoeLayerParams& params) {
   return static_cast<int>(params.step & 1u);
 }
 
-__device__ __forceinline__ uint64_t* route_flags(const MoeLayerParams& params, int from, int to) {
-  return peer_region<uint64_t>(params, params.workspace.route_flags, params.workspace.max_chunks,
-                               step_buffer(params), from, to);
+// [1 + T K], a header first.
+__device__ __forceinline__ layout::RouteRecord* route_records(const MoeLayerParams& params,
+                                                              int from, int to) {
+  return peer_region<layout::RouteRecord>(params, params.workspace.route_records,
+                                          1 + params.workspace.rank_routes, step_buffer(params),
+                                          from, to);
 }
-__device__ __forceinline__ int32_t* route_ids(const MoeLayerParams& params, int from, int to) {
-  return peer_region<int32_t>(params, params.workspace.route_ids, params.workspace.rank_routes,
-                              step_buffer(params), from, to);
+__device__ __forceinline__ void store_record(layout::RouteRecord* to,
+                                             const layout::RouteRecord& record) {
+  ptx::st_relaxed_sys_b128(
+      to, make_uint4(static_cast<uint32_t>(record.expert), __float_as_uint(record.weight),
+                     static_cast<uint32_t>(record.row), record.step));
 }
-__device__ __forceinline__ float* route_weights(const MoeLayerParams& params, int from, int to) {
-  return peer_region<float>(params, params.workspace.route_weights, params.workspace.rank_routes,
-                            step_buffer(params), from, to);
+// As it is now: of this step or not.
+__device__ __forceinline__ layout::RouteRecord load_record(const layout::RouteRecord* from) {
+  const uint4 words = ptx::ld_relaxed_sys_b128(from);
+  return {static_cast<int32_t>(words.x), __uint_as_float(words.y), static_cast<int32_t>(words.z),
+          words.w};
 }
-__device__ __forceinline__ int32_t* route_rows(const MoeLayerParams& params, int from, int to) {
-  return peer_region<int32_t>(params, params.workspace.route_rows, params.workspace.max_tokens,
-                              step_buffer(params), from, to);
+// Route `route` of a peer's, after routing has waited for it. It may have been another CTA that
+// found the step in the record (long steps): the meeting of the CTAs lies between, and who looks
+// behind it cannot find an older record than was seen before it. Who gave up may find an older one:
+// nobody's.
+__device__ __forceinline__ layout::RouteRecord route_record(const MoeLayerParams& params,
+                                                            int source, int route) {
+  layout::RouteRecord record =
+      load_record(route_records(params, source, params.peers.rank) + 1 + route);
+  if (record.step != params.step) record.expert = -1;
+  return record;
+}
+// Weight of route `route` of a rank's tokens, likewise.
+__device__ __forceinline__ float route_weight(const MoeLayerParams& params, int source, int route) {
+  return source == params.peers.rank ? __ldcg(params.weights + route)
+                                     : route_record(params, source, route).weight;
 }
 
 // Index of a rank's first token among those of all ranks in this step's buffer.

@@ -35,20 +35,19 @@ __device__ __forceinline__ void init_barriers(bool joined) {
 
 // This CTA's share of x to L2, if it is small: the first tiles gather from it.
 __device__ __forceinline__ void prefetch_tokens(const MoeLayerParams& params) {
-  constexpr int64_t kMost = 8 << 20;
-  const int64_t bytes = int64_t{params.num_tokens} * params.hidden * 2;
-  if (bytes > kMost) return;
-  const int share = (static_cast<int>(bytes / gridDim.x) + 128) / 128 * 128;
-  const int begin = share * static_cast<int>(blockIdx.x);
-  const int left = min(static_cast<int>(bytes) - begin, share);
+  if (params.x_share == 0) return;
+  const int begin = params.x_share * static_cast<int>(blockIdx.x);
+  const int left = min(params.num_tokens * params.hidden * 2 - begin, params.x_share);
   if (left > 0) ptx::bulk_prefetch(reinterpret_cast<const char*>(params.x) + begin, left);
 }
 
 // Not inlined: inside the kernel its branches cost the compiler the proof that the multiplying
 // loop's values are the same in a whole warp.
 template <layout::WeightFormat kFormat, int... kWidths>
-__device__ __noinline__ void route(const MoeLayerParams& params, int warp, int lane) {
+__device__ __noinline__ void route(const MoeLayerParams& given, int warp, int lane) {
+  const MoeLayerParams& params = copy_params(given, warp * 32 + lane);
   const bool claims = warp == kExpertWarps && lane == 0;
+  __syncthreads();
   if (warp == kWarps - 1 && lane == 0) prefetch_tokens(params);
   const bool told = RouteSorter(params).sort(warp, lane, [&] {
     // The CTA's first weights are on their way while routes are placed.

@@ -30,6 +30,15 @@ MoeLayerParams CompleteParams(MoeLayerParams params, layout::WeightFormat format
   params.token_stage_bytes = TokenStageBytes(config.token_tile);
   params.tokens_offset = kStateBytes + config.num_stages * WeightStageBytes(format);
   params.tables_offset = params.tokens_offset + config.num_token_stages * params.token_stage_bytes;
+  params.schedule = ScheduleShape(params.num_slots, params.intermediate / 32, params.hidden / 64,
+                                  config.num_ctas);
+  params.by_top_k = Divisor(static_cast<uint32_t>(params.top_k));
+  params.by_slots_per_rank = Divisor(static_cast<uint32_t>(params.slots_per_rank));
+  params.by_token_tile = Divisor(static_cast<uint32_t>(config.token_tile));
+  const int64_t x_bytes = int64_t{params.num_tokens} * params.hidden * 2;
+  if (x_bytes <= kMaxPrefetchedTokenBytes) {
+    params.x_share = static_cast<int32_t>((x_bytes / config.num_ctas + 128) / 128 * 128);
+  }
   return params;
 }
 

@@ -3,6 +3,8 @@
 #include <cstdint>
 
 #include "kernels/cuda/comm/peer.h"
+#include "kernels/cuda/moe_layer/divisor.h"
+#include "kernels/cuda/moe_layer/scheduler.h"
 #include "kernels/layout/packed_weights.h"
 #include "kernels/layout/workspace.h"
 
@@ -28,7 +30,7 @@ enum FaultCode : uint32_t {
   kWaitFc2 = 2,       // combine waited for the expert outputs of this rank; tile: CTA
   kWaitPipeline = 3,  // a wait inside a CTA: a defect of this kernel or of the machine
   kStopped = 4,       // the host's stop word
-  kWaitRoutes = 5,    // routing waited for a peer's ids; tile: chunk
+  kWaitRoutes = 5,    // routing waited for a peer; tile: 0, its numbers, or 1 + the route of it
   kWaitTokens = 6,    // an FC1 tile waited for a peer's rows; tile: token of the peer
   kWaitPartials = 7,  // combine waited for a peer's partial row; tile: token of this rank
   kWaitSort = 8,      // the sort of a long step waited for another CTA; tile: that CTA
@@ -37,13 +39,14 @@ enum FaultCode : uint32_t {
 // For tests: the role that does this never does it, so that whoever waits for it must give up.
 enum StallPoint : int32_t {
   kStallNowhere = 0,
-  kStallRoutes = 1,    // dispatch sends no ids
+  kStallRoutes = 1,    // dispatch sends nothing of the routes
   kStallTokens = 2,    // dispatch sends no rows
   kStallFc1 = 3,       // nobody announces FC1 tiles
   kStallFc2 = 4,       // nobody announces FC2 tiles
   kStallPartials = 5,  // combine returns no partial rows
   kStallCount = 6,     // CTA 0 comes to no meeting of the sort
   kStallPlace = 7,     // CTA 0 does not come to the last one
+  kStallRecords = 8,   // dispatch says how many routes there are, and sends none
 };
 
 // The regions of this rank's workspace that only it touches (layout::WorkspaceOffsets), as Launch
@@ -110,6 +113,12 @@ struct MoeLayerParams {
   uint32_t token_stage_bytes = 0;
   uint32_t tokens_offset = 0;
   uint32_t tables_offset = 0;
+  // What the routing need not divide, set by Launch.
+  ScheduleShape schedule;
+  Divisor by_top_k;
+  Divisor by_slots_per_rank;
+  Divisor by_token_tile;
+  int32_t x_share = 0;  // bytes of x that a CTA brings to L2; 0: too many
   // Most routes of a step that every CTA sorts for itself; tests have fewer.
   int32_t own_sort_routes = layout::kOwnSortRoutes;
 

@@ -51,10 +51,7 @@ struct PartialRow {
     uint32_t owner = 0;  // 1 + rank
     if (lane < top_k) {
       owner = route_owners(params)[routes.first_route + lane];
-      const float* weights = source == params.peers.rank
-                                 ? params.weights
-                                 : route_weights(params, source, params.peers.rank);
-      routes.weight = __ldcg(weights + in_source);
+      routes.weight = route_weight(params, source, in_source);
     }
     const bool here = owner == static_cast<uint32_t>(params.peers.rank) + 1;
     routes.here = __ballot_sync(0xffffffffu, here);

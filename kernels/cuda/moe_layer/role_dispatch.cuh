@@ -4,11 +4,11 @@
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 
-// What this rank sends before anybody can compute: to its peers its ids, weights and row numbers
-// whole, and each token's row once to every rank that has a route of it, itself included: token
-// warps find all rows in one place. Nobody is waited for. CTA c sends tokens c, c + grid, ...
-//   send_routes   all warps of the CTAs that have a chunk, first of all
-//   send_first    all warps, the CTA's first rows while the peers' ids are under way
+// What this rank sends before anybody can compute: to its peers its routes, and each token's row
+// once to every rank that has a route of it, itself included: token warps find all rows in one
+// place. Nobody is waited for. CTA c sends tokens c, c + grid, ...
+//   send_routes   some warps of some CTAs, first of all
+//   send_first    all warps, the CTA's first rows while the peers' routes are under way
 //   flag_first    one warp while another makes the tables
 //   TokenSender   one warp beside its other work, the rows that longer steps have more
 namespace expertd::cuda::moe_layer {
@@ -22,33 +22,32 @@ __device__ __forceinline__ bool has_settled(uint64_t at_ns) {
   return __shfl_sync(0xffffffffu, static_cast<int>(ptx::globaltimer_ns() >= at_ns), 0) != 0;
 }
 
-// Chunks go to the last CTAs first: the first ones have tokens to send.
+// A record a route, and one in front that says how many there are. Each is one store and carries
+// its step, so that they may arrive in any order and nothing is fenced. The last CTAs send first:
+// the first ones have tokens to send. A thread has one route, unless there are very many.
 __device__ __forceinline__ void send_routes(const MoeLayerParams& params, int thread) {
-  if (params.stall == kStallRoutes) return;
+  constexpr int kFewThreads = 128;  // of a CTA, as long as that is enough
   const int rank = params.peers.rank;
+  const int cta = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  if (params.stall == kStallRoutes) return;
+  const int header_to = kThreads - 1 - thread;
+  if (cta == 0 && header_to < params.peers.num_ranks && header_to != rank) {
+    store_record(route_records(params, rank, header_to),
+                 layout::RouteHeader(params.step, params.num_tokens, params.top_k));
+  }
+  if (params.stall == kStallRecords) return;
   const int routes = params.num_tokens * params.top_k;
-  const int chunks = layout::NumRouteChunks(routes);
-  const int grid = static_cast<int>(gridDim.x);
-  for (int chunk = grid - 1 - static_cast<int>(blockIdx.x); chunk < chunks; chunk += grid) {
-    const int begin = chunk * layout::kRouteChunk;
-    const int end = min(begin + layout::kRouteChunk, routes);
-    for (int route = begin + thread; route < end; route += kThreads) {
-      const int32_t id = params.ids[route];
-      const float weight = params.weights[route];
-      const int token = route / params.top_k;
-      const bool first = route % params.top_k == 0;
-      const int32_t row = first ? row_in_request(params, token) : 0;
-      for (int peer = 0; peer < params.peers.num_ranks; ++peer) {
-        if (peer == rank) continue;
-        route_ids(params, rank, peer)[route] = id;
-        route_weights(params, rank, peer)[route] = weight;
-        if (first) route_rows(params, rank, peer)[token] = row;
-      }
-    }
-    __syncthreads();
-    if (thread < params.peers.num_ranks && thread != rank) {
-      ptx::st_release_sys(route_flags(params, rank, thread) + chunk,
-                          layout::RouteFlag(params.step, params.num_tokens, params.top_k));
+  const int ctas = static_cast<int>(gridDim.x);
+  const int threads = routes <= kFewThreads * ctas ? kFewThreads : kThreads;
+  if (thread >= threads) return;
+#pragma unroll 1
+  for (int route = cta * threads + thread; route < routes; route += ctas * threads) {
+    const layout::RouteRecord record = {
+        params.ids[route], params.weights[route],
+        row_in_request(params, static_cast<int>(params.by_top_k.Quotient(route))), params.step};
+#pragma unroll 1
+    for (int peer = 0; peer < params.peers.num_ranks; ++peer) {
+      if (peer != rank) store_record(route_records(params, rank, peer) + 1 + route, record);
     }
   }
 }
@@ -121,7 +120,7 @@ struct SendOrder {
       for (int k = 0; k < params.top_k; ++k) {
         const int slot = slot_of(route + k, params.ids[route + k]);
         if (slot < 0) continue;
-        const int owner = slot / params.slots_per_rank;
+        const int owner = static_cast<int>(params.by_slots_per_rank.Quotient(slot));
         owners |= 1u << owner;
         key = min(key, slot - owner * params.slots_per_rank);
       }

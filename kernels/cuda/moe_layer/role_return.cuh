@@ -60,13 +60,11 @@ struct PartialSender {
   __device__ __forceinline__ uint16_t last_slot(int peer, int peer_token) const {
     const int rank = params.peers.rank;
     const int top_k = shared_state().sources.top_k[peer];
-    const int32_t* ids = route_ids(params, peer, rank) + peer_token * top_k;
-    const int row = __ldcg(route_rows(params, peer, rank) + peer_token);
     int last = -1;
     for (int k = 0; k < top_k; ++k) {
-      const int expert = __ldcg(ids + k);
-      if (expert < 0) continue;
-      const int local = placed_slot(params, expert, row) - rank * params.slots_per_rank;
+      const layout::RouteRecord route = route_record(params, peer, peer_token * top_k + k);
+      if (route.expert < 0) continue;
+      const int local = placed_slot(params, route.expert, route.row) - rank * params.slots_per_rank;
       if (local >= 0 && local < params.num_slots) last = max(last, local);
     }
     return last < 0 ? kNothingToReturn : static_cast<uint16_t>(last);

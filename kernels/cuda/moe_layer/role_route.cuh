@@ -14,10 +14,9 @@
 // first token tile stay in shared memory.
 namespace expertd::cuda::moe_layer {
 
-static __device__ __noinline__ void exchange_routes(const MoeLayerParams& params, int warp,
-                                                    int lane);
-static __device__ __noinline__ void sort_together(const MoeLayerParams& params, int warp, int lane);
-static __device__ __noinline__ void flag_first_rows(const MoeLayerParams& params, int lane);
+static __device__ __noinline__ void exchange_routes(uint32_t tables_offset, int warp, int lane);
+static __device__ __noinline__ void sort_together(uint32_t tables_offset, int warp, int lane);
+static __device__ __noinline__ void flag_first_rows(uint32_t tables_offset, int lane);
 
 struct RouteSorter {
   static constexpr uint16_t kNowhere = 0xffff;     // global slots are below 32 * 1024
@@ -41,7 +40,7 @@ struct RouteSorter {
     table = reinterpret_cast<uint16_t*>(counts + kWarps * p.num_slots);
     cache = table + p.num_experts;
     const int left = static_cast<int>(ptx::dynamic_shared_memory() + p.tables_offset -
-                                      reinterpret_cast<uint8_t*>(cache));
+                                      kParamsBytes - reinterpret_cast<uint8_t*>(cache));
     cached = left / static_cast<int>(sizeof(uint16_t));
   }
 
@@ -56,11 +55,14 @@ struct RouteSorter {
     return local >= 0 && local < params.num_slots ? local : -1;
   }
 
+  // Mostly an expert has one slot, and so have those before it: that one is loaded on trust.
   __device__ __forceinline__ void fill_table(int thread) const {
+#pragma unroll 1
     for (int expert = thread; expert < params.num_experts; expert += kThreads) {
+      int slot = params.slots[expert];
       const int first = params.first_slot[expert];
       const int count = params.first_slot[expert + 1] - first;
-      const int slot = params.slots[first];
+      if (first != expert) slot = params.slots[first];
       table[expert] = count == 1 ? static_cast<uint16_t>(slot) : kReplicated;
     }
   }
@@ -75,7 +77,9 @@ struct RouteSorter {
   }
 
   __device__ __forceinline__ uint16_t own_slot(int route, int expert) const {
-    return look_up(expert, [&] { return row_in_request(params, route / params.top_k); });
+    return look_up(expert, [&] {
+      return row_in_request(params, static_cast<int>(params.by_top_k.Quotient(route)));
+    });
   }
 
   // `source` is not above the route's rank, and becomes it.
@@ -84,10 +88,8 @@ struct RouteSorter {
     const int rank = params.peers.rank;
     const int in_source = route - static_cast<int>(sources().first_route[source]);
     if (source == rank) return own_slot(in_source, params.ids[in_source]);
-    const int expert = __ldcg(route_ids(params, source, rank) + in_source);
-    return look_up(expert, [&] {
-      return __ldcg(route_rows(params, source, rank) + in_source / sources().top_k[source]);
-    });
+    const layout::RouteRecord record = route_record(params, source, in_source);
+    return look_up(record.expert, [&] { return record.row; });
   }
 
   // A part is a multiple of a warp's width; the last CTAs may have none.
@@ -105,16 +107,87 @@ struct RouteSorter {
     return part.begin + min(warp * chunk, routes);
   }
 
-  // Looks routes up in parallel, as many as there is room for; `begin` is the thread's first one,
-  // counted from the part's. kAtOnce: it looks up so many.
+  // Looks routes up, as many as there is room for, when their records are here: kAtOnce of a lane
+  // are loaded at once. Also waits for the part's other records, so that cached_slot() need not.
+  // Who gave up has nothing of what did not come.
   template <int kAtOnce>
-  __device__ __forceinline__ void fill_cache(const Part& part, int begin) const {
+  __device__ __forceinline__ void fill_cache(const Part& part, int warp, int lane) const {
+    const Waiter waiter{params};
+    const int rank = params.peers.rank;
+    int source = 0;
+    bool waits = true, again = false;
+#pragma unroll 1
+    for (int first = part.begin + warp * 32; first < part.end; first += kAtOnce * kThreads) {
+      const layout::RouteRecord* records[kAtOnce];
+      int experts[kAtOnce];
+      uint32_t steps[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int route = first + i * kThreads + lane;
+        records[i] = nullptr;
+        experts[i] = -1;
+        steps[i] = params.step;
+        if (route >= part.end) continue;
+        source = source_of(params, static_cast<uint32_t>(route), source);
+        const int in_source = route - static_cast<int>(sources().first_route[source]);
+        if (source == rank) {
+          experts[i] = params.ids[in_source];
+        } else {
+          records[i] = route_records(params, source, rank) + 1 + in_source;
+          steps[i] = ~params.step;
+        }
+      }
+      Awaited what = {kWaitRoutes, 0, rank};
+      waits = waits && waiter.wait_for_peer(what, [&] {
+        uint32_t found = params.step;
+        int missing = -1;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (steps[i] == params.step) continue;
+          const layout::RouteRecord record = load_record(records[i]);
+          experts[i] = record.expert;
+          steps[i] = record.step;
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (steps[i] == params.step) continue;
+          found = steps[i];
+          missing = first + i * kThreads + lane;
+        }
+        if (missing >= 0) what = awaited_route(missing);
+        return found;
+      });
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int route = first + i * kThreads + lane;
+        if (route >= part.end || route - part.begin >= cached) continue;
+        again |= keep(route - part.begin, steps[i] == params.step ? experts[i] : -1);
+      }
+    }
+    if (again) look_again(part, warp * 32 + lane);
+  }
+
+  // True: it has replicas, look_again() finds the right one.
+  __device__ __forceinline__ bool keep(int index, int expert) const {
+    const uint16_t slot = expert < 0 ? kNowhere : table[expert];
+    cache[index] = slot;
+    return slot == kReplicated;
+  }
+
+  // Apart from what most routes need. `begin` is the thread's first one, counted from the part's.
+  __device__ __forceinline__ void look_again(const Part& part, int begin) const {
     const int routes = min(part.end - part.begin, cached);
     int source = 0;
-#pragma unroll kAtOnce
+#pragma unroll 1
     for (int i = begin; i < routes; i += kThreads) {
-      cache[i] = slot_of(part.begin + i, source);
+      if (cache[i] == kReplicated) cache[i] = slot_of(part.begin + i, source);
     }
+  }
+
+  __device__ __forceinline__ Awaited awaited_route(int route) const {
+    const int source = source_of(params, static_cast<uint32_t>(route));
+    const uint32_t in_source = static_cast<uint32_t>(route) - sources().first_route[source];
+    return {kWaitRoutes, 1 + in_source, source};
   }
 
   // kAll: all of the part is there, as it is of what a CTA sorts alone.
@@ -125,17 +198,30 @@ struct RouteSorter {
     return i < cached ? cache[i] : slot_of(route, source);
   }
 
-  // Counts of each warp's run of routes.
+  // 1 + the rank, or 0.
+  __device__ __forceinline__ uint8_t owner_of(uint16_t global_slot) const {
+    const uint32_t rank = params.by_slots_per_rank.Quotient(global_slot);
+    return static_cast<uint8_t>(global_slot == kNowhere ? 0 : 1 + rank);
+  }
+
+  // Counts of each warp's run of routes, and each route's owner.
   template <bool kAllCached>
   __device__ __forceinline__ void count(const Part& part, int warp, int lane) const {
     uint32_t* mine = counts + warp * params.num_slots;
+#pragma unroll 1
     for (int i = lane; i < params.num_slots; i += 32) mine[i] = 0;
     __syncwarp();
     int source = 0;
     const int end = chunk_begin(part, warp + 1);
+#pragma unroll 1
     for (int base = chunk_begin(part, warp); base < end; base += 32) {
       const int route = base + lane;
-      const int slot = route < end ? local_slot(cached_slot<kAllCached>(part, route, source)) : -1;
+      int slot = -1;
+      if (route < end) {
+        const uint16_t global_slot = cached_slot<kAllCached>(part, route, source);
+        slot = local_slot(global_slot);
+        route_owners(params)[route] = owner_of(global_slot);
+      }
       const uint32_t same = __match_any_sync(0xffffffffu, slot);
       if (slot >= 0 && lane == __ffs(same) - 1) mine[slot] += __popc(same);
       __syncwarp();
@@ -144,14 +230,25 @@ struct RouteSorter {
 
   // Counts become each warp's position inside the slot; the slot's total goes to route_begin[slot +
   // 1].
-  __device__ __forceinline__ void rank_warps(int thread) const {
-    for (int slot = thread; slot < params.num_slots; slot += kThreads) {
+  __device__ __forceinline__ void rank_warps(const Part& part, int thread) const {
+    constexpr int kAtOnce = 5;
+    static_assert(kWarps % kAtOnce == 0);
+    const int num_slots = params.num_slots;
+    // Of fewer routes than threads each warp has at most one run.
+    const int used = min((part.end - part.begin + 31) / 32, kWarps);
+    for (int slot = thread; slot < num_slots; slot += kThreads) {
       uint32_t sum = 0;
-      for (int warp = 0; warp < kWarps; ++warp) {
-        uint32_t& count = counts[warp * params.num_slots + slot];
-        const uint32_t value = count;
-        count = sum;
-        sum += value;
+#pragma unroll 1
+      for (int first = 0; first < used; first += kAtOnce) {
+        uint32_t* const some = counts + first * num_slots + slot;
+        uint32_t values[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) values[i] = some[i * num_slots];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          some[i * num_slots] = sum;
+          sum += values[i];
+        }
       }
       route_begin(params)[slot + 1] = sum;
     }
@@ -160,42 +257,72 @@ struct RouteSorter {
   // One warp makes the tables; another has the time to flag the rows that have been sent.
   __device__ __forceinline__ void make_tables(int warp, int lane) const {
     if (warp == 0) fill_tables(lane);
-    if (warp == kWarps - 1 && params.peers.num_ranks > 1) flag_first_rows(params, lane);
+    if (warp == kWarps - 1 && params.peers.num_ranks > 1)
+      flag_first_rows(params.tables_offset, lane);
   }
 
-  // One warp: totals become the tables, and the tables the schedule.
+  __device__ __forceinline__ uint32_t num_token_tiles(uint32_t routes) const {
+    return params.by_token_tile.Quotient(routes + params.token_tile - 1);
+  }
+
+  // One warp: totals become the tables, and the tables the schedule. A lane has slots that lie side
+  // by side.
   __device__ __forceinline__ void fill_tables(int lane) const {
+    uint32_t* const route_table = route_begin(params);
+    uint32_t* const tile_table = tile_begin(params);
+    const int lane_slots = (params.num_slots + 31) / 32;
+    const int begin = lane * lane_slots;
+    const int end = min(begin + lane_slots, params.num_slots);
     uint32_t routes = 0, tiles = 0;
-    for (int base = 0; base < params.num_slots; base += 32) {
-      const int slot = base + lane;
-      uint32_t r = slot < params.num_slots ? route_begin(params)[slot + 1] : 0;
-      uint32_t t = NumTokenTiles(static_cast<int>(r), params.token_tile);
+#pragma unroll 1
+    for (int slot = begin; slot < end; ++slot) {
+      const uint32_t count = route_table[slot + 1];
+      routes += count;
+      tiles += num_token_tiles(count);
+    }
+    const uint32_t own_routes = routes, own_tiles = tiles;
 #pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const uint32_t r_before = __shfl_up_sync(0xffffffffu, r, step);
-        const uint32_t t_before = __shfl_up_sync(0xffffffffu, t, step);
-        if (lane >= step) {
-          r += r_before;
-          t += t_before;
-        }
+    for (int step = 1; step < 32; step *= 2) {
+      const uint32_t routes_before = __shfl_up_sync(0xffffffffu, routes, step);
+      const uint32_t tiles_before = __shfl_up_sync(0xffffffffu, tiles, step);
+      if (lane >= step) {
+        routes += routes_before;
+        tiles += tiles_before;
       }
-      if (slot < params.num_slots) {
-        route_begin(params)[slot + 1] = routes + r;
-        tile_begin(params)[slot + 1] = tiles + t;
-      }
-      routes += __shfl_sync(0xffffffffu, r, 31);
-      tiles += __shfl_sync(0xffffffffu, t, 31);
+    }
+    routes -= own_routes;
+    tiles -= own_tiles;
+#pragma unroll 1
+    for (int slot = begin; slot < end; ++slot) {
+      const uint32_t count = route_table[slot + 1];
+      routes += count;
+      tiles += num_token_tiles(count);
+      route_table[slot + 1] = routes;
+      tile_table[slot + 1] = tiles;
     }
     if (lane == 0) {
-      route_begin(params)[0] = 0;
-      tile_begin(params)[0] = 0;
+      route_table[0] = 0;
+      tile_table[0] = 0;
     }
     __syncwarp();
-    if (lane == 0) {
-      shared_state().schedule =
-          MakeSchedule(tile_begin(params), params.num_slots, params.intermediate / 32,
-                       params.hidden / 64, static_cast<int>(gridDim.x));
-    }
+    WriteSchedule(
+        params.schedule, tile_table, [&](uint32_t value) { return find_last(value, lane); },
+        lane == 0, &shared_state().schedule);
+  }
+
+  // By a warp: the last slot with tile_begin <= value. Of up to 1025 entries 32 are looked at, then
+  // those between two of them.
+  __device__ __forceinline__ int find_last(uint32_t value, int lane) const {
+    static_assert(kMaxSlots < 32 * 33);
+    const uint32_t* table = tile_begin(params);
+    const int entries = params.num_slots + 1;
+    const int stride = (entries + 31) / 32;
+    int at = lane * stride;
+    const bool below = at < entries && table[at] <= value;
+    const int first = (__popc(__ballot_sync(0xffffffffu, below)) - 1) * stride;
+    at = first + 1 + lane;
+    const bool also = lane < stride - 1 && at < entries && table[at] <= value;
+    return first + __popc(__ballot_sync(0xffffffffu, also));
   }
 
   // What CTAs before this one have in each slot comes before its own.
@@ -212,20 +339,15 @@ struct RouteSorter {
     uint32_t* mine = counts + warp * params.num_slots;
     int source = 0;
     const int end = chunk_begin(part, warp + 1);
+#pragma unroll 1
     for (int base = chunk_begin(part, warp); base < end; base += 32) {
       const int route = base + lane;
-      const uint16_t global_slot =
-          route < end ? cached_slot<kAllCached>(part, route, source) : kNowhere;
-      const int slot = local_slot(global_slot);
+      const int slot = route < end ? local_slot(cached_slot<kAllCached>(part, route, source)) : -1;
       const uint32_t same = __match_any_sync(0xffffffffu, slot);
       if (slot >= 0) {
         const uint32_t first = route_begin(params)[slot];
         const uint32_t in_slot = mine[slot] + __popc(same & ((1u << lane) - 1u));
         sorted_routes(params)[first + in_slot] = static_cast<uint32_t>(route);
-      }
-      if (route < end) {
-        route_owners(params)[route] = static_cast<uint8_t>(
-            global_slot == kNowhere ? 0 : 1 + global_slot / params.slots_per_rank);
       }
       __syncwarp();
       if (slot >= 0 && lane == __ffs(same) - 1) mine[slot] += __popc(same);
@@ -233,58 +355,37 @@ struct RouteSorter {
     }
   }
 
-  // One warp: until the ids of `source` are here. Nothing comes from a rank that was given up.
-  __device__ __forceinline__ void wait_for_routes(int source, int lane) const {
-    const Waiter waiter{params};
-    const uint64_t* flags = route_flags(params, source, params.peers.rank);
-    uint64_t first = 0;
-    bool there = waiter.wait_for_peer({kWaitRoutes, 0, source}, [&] {
-      first = ptx::ld_acquire_sys(flags);
-      return layout::StepOfFlag(first);
-    });
-    const int tokens = layout::TokensOfFlag(first);
-    const int top_k = layout::TopKOfFlag(first);
-    const int chunks = layout::NumRouteChunks(tokens * top_k);
-    if (there && chunks > 1) {
-      there = waiter.wait_for_peer({kWaitRoutes, 1, source}, [&] {
-        uint32_t found = params.step;
-        for (int chunk = 1 + lane; chunk < chunks; chunk += 32) {
-          const uint32_t step = layout::StepOfFlag(ptx::ld_acquire_sys(flags + chunk));
-          if (step != params.step) found = step;
-        }
-        return found;
-      });
-    }
-    if (lane != 0) return;
-    sources().num_tokens[source] = there ? tokens : 0;
-    sources().top_k[source] = there ? top_k : 1;
-  }
-
-  // Whose tokens there are. Ends with a barrier.
+  // Whose tokens there are: until every peer has said so. Nothing comes from a rank that was given
+  // up. Ends with a barrier.
   __device__ __forceinline__ void find_sources(int warp, int lane) const {
-    const int ranks = params.peers.num_ranks;
-    for (int source = warp; source < ranks; source += kWarps) {
-      if (source != params.peers.rank) wait_for_routes(source, lane);
-    }
-    if (warp == 0 && lane == 0) {
-      sources().num_tokens[params.peers.rank] = params.num_tokens;
-      sources().top_k[params.peers.rank] = params.top_k;
-    }
-    __syncthreads();
-    if (warp == 0) {
-      uint32_t sum = lane < ranks ? sources().num_tokens[lane] * sources().top_k[lane] : 0;
+    if (warp == 1) {  // the first one still sends
+      const int rank = params.peers.rank;
+      const bool peer = lane < params.peers.num_ranks && lane != rank;
+      layout::RouteRecord header = layout::RouteHeader(params.step, 0, 1);
+      if (lane == rank) header = layout::RouteHeader(params.step, params.num_tokens, params.top_k);
+      (void)Waiter{params}.wait_for_peer({kWaitRoutes, 0, lane}, [&] {
+        if (peer) header = load_record(route_records(params, lane, rank));
+        return header.step;
+      });
+      if (header.step != params.step) header = layout::RouteHeader(params.step, 0, 1);
+      uint32_t sum = static_cast<uint32_t>(layout::TokensOf(header) * layout::TopKOf(header));
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
         const uint32_t before = __shfl_up_sync(0xffffffffu, sum, step);
         if (lane >= step) sum += before;
       }
-      if (lane < ranks) sources().first_route[lane + 1] = sum;
+      if (lane < params.peers.num_ranks) {
+        sources().num_tokens[lane] = layout::TokensOf(header);
+        sources().top_k[lane] = layout::TopKOf(header);
+        sources().first_route[lane + 1] = sum;
+      }
       if (lane == 0) sources().first_route[0] = 0;
     }
     __syncthreads();
   }
 
-  // Several ranks, up to the sort: what goes to the peers first, the table, and their ids.
+  // Several ranks, up to the sort: what goes to the peers first, the table, and what comes from
+  // them. A short step's routes are looked up as well; a barrier has to follow.
   __device__ __forceinline__ void exchange(int warp, int lane) const {
     const int thread = warp * 32 + lane;
     send_routes(params, thread);
@@ -295,12 +396,19 @@ struct RouteSorter {
       return slot == kNowhere ? -1 : int{slot};
     });
     find_sources(warp, lane);
+    if (num_routes() <= params.own_sort_routes) fill_cache<3>({0, num_routes()}, warp, lane);
   }
 
-  // One rank, likewise. Returns the expert of route `thread`, loaded while the table was.
-  __device__ __forceinline__ int look_around(int thread) const {
+  // One rank, likewise. The experts of the first routes are loaded while the table is.
+  __device__ __forceinline__ void look_around(int thread) const {
+    constexpr int kAhead = 3;
     const int routes = params.num_tokens * params.top_k;
-    const int expert = thread < routes ? params.ids[thread] : -1;
+    int experts[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int route = thread + i * kThreads;
+      experts[i] = route < routes ? params.ids[route] : -1;
+    }
     fill_table(thread);
     if (thread == 0) {
       sources().num_tokens[0] = params.num_tokens;
@@ -309,7 +417,18 @@ struct RouteSorter {
       sources().first_route[1] = static_cast<uint32_t>(routes);
     }
     __syncthreads();
-    return expert;
+    if (routes > params.own_sort_routes) return;
+    bool again = false;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int route = thread + i * kThreads;
+      if (route < routes) again |= keep(route, experts[i]);
+    }
+#pragma unroll 1
+    for (int route = thread + kAhead * kThreads; route < routes; route += kThreads) {
+      again |= keep(route, params.ids[route]);
+    }
+    if (again) look_again({0, routes}, thread);
   }
 
   // All threads of the CTA; a barrier has to follow. `tables_known` is called by all of them, in
@@ -318,27 +437,23 @@ struct RouteSorter {
   template <typename TablesKnown>
   __device__ __forceinline__ bool sort(int warp, int lane, TablesKnown tables_known) const {
     const int thread = warp * 32 + lane;
-    const bool alone = params.peers.num_ranks == 1;
-    int expert = -1;
-    if (alone) {
-      expert = look_around(thread);
+    if (params.peers.num_ranks == 1) {
+      look_around(thread);
     } else {
-      exchange_routes(params, warp, lane);
+      exchange_routes(params.tables_offset, warp, lane);
     }
     if (num_routes() > params.own_sort_routes) {
-      sort_together(params, warp, lane);
+      sort_together(params.tables_offset, warp, lane);
       return false;
     }
     const Part all = {0, num_routes()};
     if (thread == 0) {
       shared_state().list_begin = params.local.max_routes + blockIdx.x * params.local.own_routes;
     }
-    if (alone && thread < all.end) cache[thread] = own_slot(thread, expert);
-    fill_cache<2>(all, alone ? thread + kThreads : thread);
     __syncthreads();
     count<true>(all, warp, lane);
     __syncthreads();
-    rank_warps(thread);
+    rank_warps(all, thread);
     __syncthreads();
     make_tables(warp, lane);
     __syncthreads();
@@ -353,11 +468,11 @@ struct RouteSorter {
     const int thread = warp * 32 + lane;
     Part part = part_of_cta();
     if (thread == 0) shared_state().list_begin = 0;
-    fill_cache<1>(part, thread);
+    fill_cache<1>(part, warp, lane);
     __syncthreads();
     count<false>(part, warp, lane);
     __syncthreads();
-    rank_warps(thread);
+    rank_warps(part, thread);
     const bool several = params.peers.num_ranks > 1;
     if (together.add_up([&] {
           if (several) flag_first(params, lane);
@@ -375,16 +490,14 @@ struct RouteSorter {
 };
 
 // Apart: code that a launch does not run, but that lies in the way of what it does, costs it time.
-static __device__ __noinline__ void exchange_routes(const MoeLayerParams& params, int warp,
-                                                    int lane) {
-  RouteSorter(params).exchange(warp, lane);
+static __device__ __noinline__ void exchange_routes(uint32_t tables_offset, int warp, int lane) {
+  RouteSorter(routing_params(tables_offset)).exchange(warp, lane);
 }
-static __device__ __noinline__ void flag_first_rows(const MoeLayerParams& params, int lane) {
-  flag_first(params, lane);
+static __device__ __noinline__ void flag_first_rows(uint32_t tables_offset, int lane) {
+  flag_first(routing_params(tables_offset), lane);
 }
-static __device__ __noinline__ void sort_together(const MoeLayerParams& params, int warp,
-                                                  int lane) {
-  RouteSorter(params).sort_part(warp, lane);
+static __device__ __noinline__ void sort_together(uint32_t tables_offset, int warp, int lane) {
+  RouteSorter(routing_params(tables_offset)).sort_part(warp, lane);
 }
 
 }  // namespace expertd::cuda::moe_layer

@@ -84,45 +84,88 @@ EXPERTD_HD int FindLast(const uint32_t* table, int low, int high, uint32_t value
   return low;
 }
 
-EXPERTD_HD void AddSection(Schedule* schedule, const uint32_t* tile_begin, Phase phase,
-                           int first_slot, int end_slot, int height) {
-  const uint32_t token_tiles = tile_begin[end_slot] - tile_begin[first_slot];
-  if (token_tiles == 0) return;
-  const int rows = phase == Phase::kFc1 ? schedule->fc1_row_tiles : schedule->fc2_row_tiles;
-  const int row_tiles = height == 4 ? (rows + 3) / 4 : (rows + 1) / 2;
-  Section& section = schedule->sections[schedule->num_sections++];
-  section = {schedule->num_tiles, phase, first_slot, height, row_tiles};
-  schedule->num_tiles += token_tiles * static_cast<uint32_t>(section.row_tiles);
-}
+// One after the other; sections without tiles are left out. `writes`: on a GPU a whole warp makes
+// the list, and one lane writes it.
+struct SectionWriter {
+  Schedule* out;
+  bool writes;
+  int num_sections = 0;
+  uint32_t num_tiles = 0;
+
+  EXPERTD_HD void Add(Phase phase, uint32_t token_tiles, int first_slot, int height,
+                      int row_tiles) {
+    if (token_tiles == 0) return;
+    if (writes) out->sections[num_sections] = {num_tiles, phase, first_slot, height, row_tiles};
+    ++num_sections;
+    num_tiles += token_tiles * static_cast<uint32_t>(row_tiles);
+  }
+};
 
 }  // namespace internal
+
+// What a list follows from beside the tokens of each slot. Divided here, before the launch.
+struct ScheduleShape {
+  int num_slots = 0;
+  int fc1_row_tiles = 0;  // 64-row tiles of FC1
+  int fc2_row_tiles = 0;
+  uint32_t fc1_tiles = 0;      // tiles of 256 rows that a token tile has in FC1
+  uint32_t few_fc1_tiles = 0;  // from so many on all of FC1 has 256 rows
+  uint32_t ctas = 0;           // tiles of a wave
+  uint32_t wave_tokens = 0;    // token tiles of one whole wave of FC1
+  uint32_t two_wave_tokens = 0;
+  uint32_t last_tokens = 0;  // token tiles at the end of FC2 that have 128 rows
+
+  ScheduleShape() = default;
+  ScheduleShape(int slots, int fc1_rows, int fc2_rows, int num_ctas)
+      : num_slots(slots),
+        fc1_row_tiles(fc1_rows),
+        fc2_row_tiles(fc2_rows),
+        fc1_tiles(static_cast<uint32_t>((fc1_rows + 3) / 4)),
+        few_fc1_tiles(3 * static_cast<uint32_t>(num_ctas)),
+        ctas(static_cast<uint32_t>(num_ctas)),
+        wave_tokens(ctas / fc1_tiles),
+        two_wave_tokens(2 * ctas / fc1_tiles),
+        last_tokens(ctas / 2 / static_cast<uint32_t>((fc2_rows + 3) / 4) + 1) {}
+};
 
 // tile_begin [num_slots + 1]: token tiles before each slot. Tiles of 256 rows stream best. 128 rows
 // balance better: where FC1 has few tiles for the CTAs, those behind the last whole wave of 256
 // rows, and the last slots of FC2 (the end of the list), which make about one wave of 128 rows.
-EXPERTD_HD Schedule MakeSchedule(const uint32_t* tile_begin, int num_slots, int fc1_row_tiles,
-                                 int fc2_row_tiles, int num_ctas) {
-  Schedule schedule;
-  schedule.fc1_row_tiles = fc1_row_tiles;
-  schedule.fc2_row_tiles = fc2_row_tiles;
-  schedule.num_slots = num_slots;
-  const uint32_t token_tiles = tile_begin[num_slots];
-  const uint32_t ctas = static_cast<uint32_t>(num_ctas);
-  const uint32_t fc1_tiles = static_cast<uint32_t>((fc1_row_tiles + 3) / 4);
-  const uint32_t fc2_tiles = static_cast<uint32_t>((fc2_row_tiles + 3) / 4);
-  const uint32_t tiles = token_tiles * fc1_tiles;
-  int split = num_slots;
-  if (tiles < 3 * ctas) {
-    const uint32_t whole = tiles < ctas ? 0 : tiles < 2 * ctas ? ctas : 2 * ctas;
-    split = internal::FindLast(tile_begin, 0, num_slots + 1, whole / fc1_tiles);
+// find_last(value): the last slot s with tile_begin[s] <= value.
+template <typename FindLast>
+EXPERTD_HD void WriteSchedule(const ScheduleShape& shape, const uint32_t* tile_begin,
+                              FindLast find_last, bool writes, Schedule* out) {
+  internal::SectionWriter writer = {out, writes};
+  const uint32_t token_tiles = tile_begin[shape.num_slots];
+  const uint32_t tiles = token_tiles * shape.fc1_tiles;
+  int split = shape.num_slots;
+  if (tiles < shape.few_fc1_tiles) {
+    split = find_last(tiles < shape.ctas       ? 0
+                      : tiles < 2 * shape.ctas ? shape.wave_tokens
+                                               : shape.two_wave_tokens);
   }
-  internal::AddSection(&schedule, tile_begin, Phase::kFc1, 0, split, 4);
-  internal::AddSection(&schedule, tile_begin, Phase::kFc1, split, num_slots, 2);
-  const uint32_t last = ctas / 2 / fc2_tiles + 1;
-  split =
-      token_tiles > last ? internal::FindLast(tile_begin, 0, num_slots + 1, token_tiles - last) : 0;
-  internal::AddSection(&schedule, tile_begin, Phase::kFc2, 0, split, 4);
-  internal::AddSection(&schedule, tile_begin, Phase::kFc2, split, num_slots, 2);
+  uint32_t before = tile_begin[split];
+  writer.Add(Phase::kFc1, before, 0, 4, (shape.fc1_row_tiles + 3) / 4);
+  writer.Add(Phase::kFc1, token_tiles - before, split, 2, (shape.fc1_row_tiles + 1) / 2);
+  split = token_tiles > shape.last_tokens ? find_last(token_tiles - shape.last_tokens) : 0;
+  before = tile_begin[split];
+  writer.Add(Phase::kFc2, before, 0, 4, (shape.fc2_row_tiles + 3) / 4);
+  writer.Add(Phase::kFc2, token_tiles - before, split, 2, (shape.fc2_row_tiles + 1) / 2);
+  if (!writes) return;
+  out->num_sections = writer.num_sections;
+  out->num_tiles = writer.num_tiles;
+  out->fc1_row_tiles = shape.fc1_row_tiles;
+  out->fc2_row_tiles = shape.fc2_row_tiles;
+  out->num_slots = shape.num_slots;
+}
+
+inline Schedule MakeSchedule(const uint32_t* tile_begin, int num_slots, int fc1_row_tiles,
+                             int fc2_row_tiles, int num_ctas) {
+  Schedule schedule;
+  WriteSchedule(
+      ScheduleShape(num_slots, fc1_row_tiles, fc2_row_tiles, num_ctas), tile_begin,
+      [&](uint32_t value) { return internal::FindLast(tile_begin, 0, num_slots + 1, value); }, true,
+      &schedule);
   return schedule;
 }
 

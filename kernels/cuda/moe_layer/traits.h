@@ -64,6 +64,8 @@ inline constexpr int kStageK = kStageUnits * layout::kUnitK;
 constexpr int WeightStageBytes(layout::WeightFormat format) {
   return kStageUnits * layout::kGroupTiles * layout::UnitBytes(format);
 }
+// More of x than this is not brought to L2 before it is needed.
+inline constexpr int64_t kMaxPrefetchedTokenBytes = 8 << 20;
 constexpr int TokenStageBytes(int token_tile) { return token_tile * kStageK * 2; }
 
 // Narrow variants are short of instruction slots: a stage's weights and tokens have one barrier, so

@@ -38,10 +38,32 @@ __device__ __forceinline__ uint32_t ld_acquire_sys(const uint32_t* address) {
   return value;
 }
 
-__device__ __forceinline__ uint64_t ld_acquire_sys(const uint64_t* address) {
-  uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
+// 16 bytes, aligned, as one: the memory model never shows a part of such a store. (The elements of
+// a vector are accesses of their own.)
+__device__ __forceinline__ uint4 ld_relaxed_sys_b128(const void* address) {
+  uint64_t low, high;
+  asm volatile(
+      "{\n"
+      ".reg .b128 value;\n"
+      "ld.relaxed.sys.global.b128 value, [%2];\n"
+      "mov.b128 {%0, %1}, value;\n"
+      "}"
+      : "=l"(low), "=l"(high)
+      : "l"(address)
+      : "memory");
+  return make_uint4(static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32),
+                    static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32));
+}
+
+__device__ __forceinline__ void st_relaxed_sys_b128(void* address, const uint4& value) {
+  asm volatile(
+      "{\n"
+      ".reg .b128 value;\n"
+      "mov.b128 value, {%1, %2};\n"
+      "st.relaxed.sys.global.b128 [%0], value;\n"
+      "}" ::"l"(address),
+      "l"(uint64_t{value.y} << 32 | value.x), "l"(uint64_t{value.w} << 32 | value.z)
+      : "memory");
 }
 
 __device__ __forceinline__ void st_relaxed_sys(uint32_t* address, uint32_t value) {
@@ -50,10 +72,6 @@ __device__ __forceinline__ void st_relaxed_sys(uint32_t* address, uint32_t value
 
 __device__ __forceinline__ void st_release_sys(uint32_t* address, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ void st_release_sys(uint64_t* address, uint64_t value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
 __device__ __forceinline__ void st_relaxed_gpu(uint32_t* address, uint32_t value) {

@@ -152,10 +152,10 @@ void RankGroup::ClearWorkspaces() {
   step_ = 0;
 }
 
-// Regions that hold data; flags and counters stay. An id becomes -1: its route is missed.
+// Regions that hold data; flags and counters stay. A record becomes one of no step.
 void RankGroup::PoisonData(int rank, cudaStream_t stream) {
   const layout::WorkspaceOffsets offsets = layout::PlanWorkspace(shape_);
-  const std::pair<int64_t, int64_t> regions[] = {{offsets.route_ids, offsets.token_flags},
+  const std::pair<int64_t, int64_t> regions[] = {{offsets.route_records, offsets.token_flags},
                                                  {offsets.tokens, offsets.partial_flags},
                                                  {offsets.partials, offsets.routes},
                                                  {offsets.h, offsets.bytes}};

@@ -44,10 +44,7 @@ std::vector<Region> Regions(const WorkspaceShape& shape) {
   const int64_t fc1_stride = DoneStride(2 * shape.intermediate);
   const int64_t fc2_stride = DoneStride(shape.hidden);
   return {{"head", o.head, int64_t{sizeof(WorkspaceHead)}},
-          {"route_flags", o.route_flags, 2 * peers * o.max_chunks * 8},
-          {"route_ids", o.route_ids, 2 * peers * pairs * 4},
-          {"route_weights", o.route_weights, 2 * peers * pairs * 4},
-          {"route_rows", o.route_rows, 2 * peers * tokens * 4},
+          {"route_records", o.route_records, 2 * peers * (1 + pairs) * 16},
           {"token_flags", o.token_flags, 2 * row_ranks * tokens * 4},
           {"tokens", o.tokens, 2 * row_ranks * tokens * shape.hidden * 2},
           {"partial_flags", o.partial_flags, peers * tokens * NumPartialSlices(shape.hidden) * 4},
@@ -107,7 +104,7 @@ TEST(Workspace, OnlyShortStepsHaveAListForEachCta) {
 
 TEST(Workspace, WithOneRankNothingIsKeptForPeers) {
   const WorkspaceOffsets offsets = PlanWorkspace(ProShape(1, 1024));
-  EXPECT_EQ(offsets.route_flags, offsets.partials);
+  EXPECT_EQ(offsets.route_records, offsets.partials);
   EXPECT_EQ(offsets.partials, offsets.routes);
 }
 
@@ -127,28 +124,28 @@ TEST(Workspace, EveryPeerWritesABlockOfItsOwn) {
   }
 }
 
-TEST(Workspace, ARouteFlagKeepsItsStepTokensAndK) {
-  for (const uint32_t step : {1u, 2u, 0xffffffffu}) {
-    for (const int tokens : {0, 1, 255, 256, 8191, static_cast<int>(limits::kMaxTokensPerRank)}) {
-      for (const int top_k : {1, 6, static_cast<int>(limits::kMaxTopK)}) {
-        const uint64_t flag = RouteFlag(step, tokens, top_k);
-        ASSERT_EQ(StepOfFlag(flag), step);
-        ASSERT_EQ(TokensOfFlag(flag), tokens);
-        ASSERT_EQ(TopKOfFlag(flag), top_k);
-      }
+// One store of 16 bytes, aligned in every rank's mapping.
+TEST(Workspace, EveryRecordLiesOnItsOwnSize) {
+  static_assert(sizeof(RouteRecord) == 16 && alignof(RouteRecord) == 16);
+  for (const int num_ranks : kRanks) {
+    for (const int tokens : {1, 7, 8191}) {
+      const WorkspaceOffsets offsets = PlanWorkspace(ProShape(num_ranks, tokens));
+      EXPECT_EQ(offsets.route_records % 16, 0);
+      EXPECT_EQ(offsets.bytes % 16, 0);
     }
   }
 }
 
-// A rank without tokens says so in one chunk; peers learn the counts from the first.
-TEST(Workspace, ChunksCoverAllRoutesAndThereIsAlwaysOne) {
-  EXPECT_EQ(NumRouteChunks(0), 1);
-  EXPECT_EQ(NumRouteChunks(1), 1);
-  EXPECT_EQ(NumRouteChunks(kRouteChunk), 1);
-  EXPECT_EQ(NumRouteChunks(kRouteChunk + 1), 2);
-  for (const int num_ranks : kRanks) {
-    const WorkspaceOffsets offsets = PlanWorkspace(ProShape(num_ranks, 8192));
-    EXPECT_EQ(offsets.max_chunks, (8192 * 6 + kRouteChunk - 1) / kRouteChunk);
+TEST(Workspace, AHeaderKeepsItsStepTokensAndK) {
+  for (const uint32_t step : {1u, 2u, 0xffffffffu}) {
+    for (const int tokens : {0, 1, 255, 256, 8191, static_cast<int>(limits::kMaxTokensPerRank)}) {
+      for (const int top_k : {1, 6, static_cast<int>(limits::kMaxTopK)}) {
+        const RouteRecord header = RouteHeader(step, tokens, top_k);
+        ASSERT_EQ(header.step, step);
+        ASSERT_EQ(TokensOf(header), tokens);
+        ASSERT_EQ(TopKOf(header), top_k);
+      }
+    }
   }
 }
 

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <ostream>
@@ -250,6 +251,7 @@ struct Stall {
 
 const Stall kStalls[] = {
     {"Routes", cuda::moe_layer::kStallRoutes, {4, 4}, 0, cuda::moe_layer::kWaitRoutes, 1},
+    {"Records", cuda::moe_layer::kStallRecords, {4, 4}, 0, cuda::moe_layer::kWaitRoutes, 1},
     {"FewTokens", cuda::moe_layer::kStallTokens, {2, 2}, 0, cuda::moe_layer::kWaitTokens, 1},
     {"ManyTokens", cuda::moe_layer::kStallTokens, {20, 20}, 0, cuda::moe_layer::kWaitTokens, 1},
     {"Fc1", cuda::moe_layer::kStallFc1, {6, 6}, 1, cuda::moe_layer::kWaitFc1, 1},
@@ -283,6 +285,57 @@ TEST_P(SimtMoeLayerStallTest, EndsEveryKernelAndIsNamedByWhoWaits) {
   EXPECT_EQ(record.found, 0u);
   EXPECT_GE(record.waited_us, 2000u);
   EXPECT_EQ(record.complete, 1u);
+}
+
+// What a peer says of its routes has two buffers: in step 3 that of step 1 is still there.
+TEST(SimtMoeLayer, WhatAPeerSaidInAnOlderStepIsNotTaken) {
+  const HostLayer layer = testing::MakeRandomLayer(Spec(128, 64, 6, Recipe::kMxfp4), 6);
+  std::vector<RankLayer::Batches> steps;
+  for (const uint64_t seed : {41, 42, 43}) {
+    steps.push_back(Batches(layer.spec, {4, 4}, 3, Routing::kUniform, seed));
+  }
+  for (const auto stall : {cuda::moe_layer::kStallRoutes, cuda::moe_layer::kStallRecords}) {
+    SCOPED_TRACE(stall);
+    RankLayer run(layer, PlacementOf(6, 2),
+                  {.max_tokens = 4,
+                   .max_top_k = 3,
+                   .timeout_ns = 500'000,
+                   .stalled_rank = 1,
+                   .stall = stall,
+                   .first_stalled_step = 3});
+    const auto outputs = run.Run(steps);
+    ASSERT_EQ(run.error(), "");
+    for (const int s : {0, 1}) ExpectRight(layer, steps[s], outputs[s]);
+    const cuda::moe_layer::FaultRecord& record = run.fault(0);
+    EXPECT_EQ(record.code, cuda::moe_layer::kWaitRoutes);
+    EXPECT_EQ(record.peer, 1u);
+    EXPECT_EQ(record.step, 3u);
+    EXPECT_EQ(record.found, 1u);
+    EXPECT_EQ(record.expected, 3u);
+    EXPECT_EQ(record.tile > 0, stall == cuda::moe_layer::kStallRecords);
+    EXPECT_LE(record.tile, 12u);  // 1 + a route
+    for (const float value : outputs[2][0]) ASSERT_TRUE(std::isnan(value));
+  }
+}
+
+// Records arrive one by one and as they like, before the header and behind it.
+TEST(SimtMoeLayer, RecordsMayComeInAnyOrder) {
+  const HostLayer layer = testing::MakeRandomLayer(Spec(64, 64, 6, Recipe::kMxfp4), 7);
+  std::vector<RankLayer::Batches> steps;
+  for (const uint64_t seed : {44, 45, 46}) {
+    steps.push_back(Batches(layer.spec, {3, 5}, 3, Routing::kMasked, seed));
+  }
+  for (const int own_sort_routes : {layout::kOwnSortRoutes, -1}) {
+    for (uint64_t seed = 1; seed <= 8; ++seed) {
+      SCOPED_TRACE(absl::StrCat("sort of ", own_sort_routes, ", seed ", seed));
+      RankLayer run(
+          layer, PlacementOf(6, 2),
+          {.max_tokens = 5, .max_top_k = 3, .seed = seed, .own_sort_routes = own_sort_routes});
+      const auto outputs = run.Run(steps);
+      ASSERT_EQ(run.error(), "");
+      for (size_t s = 0; s < steps.size(); ++s) ExpectRight(layer, steps[s], outputs[s]);
+    }
+  }
 }
 
 TEST(SimtMoeLayer, TheStopWordEndsARankThatWaits) {

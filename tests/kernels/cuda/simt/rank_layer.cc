@@ -156,7 +156,10 @@ moe_layer::MoeLayerParams RankLayer::ParamsOf(int rank, const testing::HostBatch
   params.fault = &mine.fault;
   params.timeout_ns = options_.timeout_ns;
   params.own_sort_routes = options_.own_sort_routes;
-  if (rank == options_.stalled_rank) params.stall = options_.stall;
+  params.step = step_;
+  if (rank == options_.stalled_rank && step_ >= options_.first_stalled_step) {
+    params.stall = options_.stall;
+  }
   return params;
 }
 
@@ -173,7 +176,6 @@ std::vector<std::vector<std::vector<float>>> RankLayer::Run(const std::vector<Ba
       outputs[s][rank].assign(static_cast<size_t>(batch.num_tokens) * spec_.hidden_size,
                               std::numeric_limits<float>::quiet_NaN());
       moe_layer::MoeLayerParams params = ParamsOf(rank, batch, outputs[s][rank].data());
-      params.step = step_;
       const auto config =
           cuda::ChooseKernelConfig({format, spec_.hidden_size, spec_.intermediate_size,
                                     spec_.num_experts, placement_.slots_per_rank(), num_ranks},

@@ -24,6 +24,7 @@ class RankLayer {
     uint64_t timeout_ns = 1'000'000'000;
     int stalled_rank = -1;
     cuda::moe_layer::StallPoint stall = cuda::moe_layer::kStallNowhere;
+    uint32_t first_stalled_step = 1;
     uint64_t seed = 1;
     int own_sort_routes = layout::kOwnSortRoutes;  // at most; -1: the CTAs always share the sort
   };

@@ -241,20 +241,24 @@ TEST_P(SimtSortStallTest, EndsEveryKernelAndNamesTheCta) {
   }
 }
 
-// The ids of rank 1 never come: no CTA of rank 0 has what it would bring to the meeting.
-TEST(SimtSort, WhoGaveUpWaitingForIdsComesToNoMeeting) {
+// The routes of rank 1 never come. At first no CTA of rank 0 has what it would bring to the
+// meeting; then only those have it whose part is rank 0's own, and they wait for the others.
+TEST(SimtSort, WhoGaveUpWaitingForRoutesComesToNoMeeting) {
   const Case c = {"", {25, 20}, 3};
   const testing::HostLayer layer = testing::MakeRandomLayer(Spec(6), 17);
   RankLayer::Options options = OptionsOf(c, kAlways);
   options.timeout_ns = 500'000;
   options.stalled_rank = 1;
-  options.stall = cuda::moe_layer::kStallRoutes;
-  RankLayer run(layer, PlacementOf(c), options);
-  const auto outputs = run.Run({Batches(layer.spec, c, 18)});
-  ASSERT_EQ(run.error(), "");
-  EXPECT_EQ(run.fault(0).code, cuda::moe_layer::kWaitRoutes);
-  EXPECT_EQ(run.fault(0).peer, 1u);
-  for (const float value : outputs[0][0]) ASSERT_TRUE(std::isnan(value));
+  for (const auto stall : {cuda::moe_layer::kStallRoutes, cuda::moe_layer::kStallRecords}) {
+    SCOPED_TRACE(stall);
+    options.stall = stall;
+    RankLayer run(layer, PlacementOf(c), options);
+    const auto outputs = run.Run({Batches(layer.spec, c, 18)});
+    ASSERT_EQ(run.error(), "");
+    EXPECT_EQ(run.fault(0).code, cuda::moe_layer::kWaitRoutes);
+    EXPECT_EQ(run.fault(0).peer, 1u);
+    for (const float value : outputs[0][0]) ASSERT_TRUE(std::isnan(value));
+  }
 }
 
 TEST(SimtSort, TheStopWordEndsAMeeting) {

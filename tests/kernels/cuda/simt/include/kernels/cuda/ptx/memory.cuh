@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "config/check.h"
 #include "tests/kernels/cuda/simt/simt.h"
 
 // Stands in for kernels/cuda/ptx/memory.cuh. Loads of words that others write let them run first.
@@ -25,11 +26,21 @@ inline uint4 ld_relaxed_gpu_v4(const uint32_t* address) {
 }
 inline uint32_t ld_relaxed_sys(const uint32_t* address) { return polled(address); }
 inline uint32_t ld_acquire_sys(const uint32_t* address) { return polled(address); }
-inline uint64_t ld_acquire_sys(const uint64_t* address) { return polled(address); }
+// Arrives when it likes, and behind what was stored after it: whoever orders nothing gets that.
+inline void st_relaxed_sys_b128(void* address, const uint4& value) {
+  EXPERTD_CHECK(reinterpret_cast<uintptr_t>(address) % 16 == 0);
+  simt::Later([=] { std::memcpy(address, &value, sizeof(value)); });
+}
+inline uint4 ld_relaxed_sys_b128(const void* address) {
+  EXPERTD_CHECK(reinterpret_cast<uintptr_t>(address) % 16 == 0);
+  simt::Yield();
+  uint4 value;
+  std::memcpy(&value, address, sizeof(value));
+  return value;
+}
 inline void st_relaxed_gpu(uint32_t* address, uint32_t value) { *address = value; }
 inline void st_relaxed_sys(uint32_t* address, uint32_t value) { *address = value; }
 inline void st_release_sys(uint32_t* address, uint32_t value) { *address = value; }
-inline void st_release_sys(uint64_t* address, uint64_t value) { *address = value; }
 inline void fence_acq_rel_gpu() {}
 inline void fence_acq_rel_sys() {}
 
