@@ -46,6 +46,10 @@ struct WorkspaceHead {
 inline constexpr int kRouteChunk = 2048;
 // Columns of a partial row that one flag covers.
 inline constexpr int kPartialColumns = 256;
+// In short steps those columns cross as records of 16 bytes, up to three of each of 32 lanes.
+inline constexpr int kRecordsOfLane = 3;
+inline constexpr int kSliceRecords = 32 * kRecordsOfLane;
+inline constexpr int kRecordBytes = 16;
 
 EXPERTD_HD constexpr int NumRouteChunks(int64_t routes) {
   const int64_t chunks = (routes + kRouteChunk - 1) / kRouteChunk;
@@ -81,7 +85,9 @@ struct WorkspaceOffsets {
   int64_t token_flags = 0;    // [2][P][T] u32, step
   int64_t tokens = 0;         // [2][P][T][H] BF16; only rows with a route to this rank come
   int64_t partial_flags = 0;  // [P][T][slices] u32, step
-  int64_t partials = 0;       // [P][T][H] F32, or BF16 at the same strides in elements
+  // [P][few_tokens][slices][kRecordsOfLane][32] records; the last word of each is always a step.
+  int64_t partial_records = 0;
+  int64_t partials = 0;  // [P][T][H] F32, or BF16 at the same strides in elements
   // This rank's own.
   int64_t routes = 0;       // u32: global route by slot, in route order, [ListEntries]
   int64_t owners = 0;       // u8: 1 + the rank that computes a route, or 0, likewise
@@ -96,6 +102,7 @@ struct WorkspaceOffsets {
   int64_t max_routes = 0;
   int64_t own_routes = 0;   // entries of a CTA's own list
   int32_t max_tokens = 0;   // T of the strides
+  int32_t few_tokens = 0;   // most tokens of a short step
   int32_t max_chunks = 0;   // of route_flags
   int64_t rank_routes = 0;  // T K of the strides
 };
@@ -119,6 +126,15 @@ EXPERTD_HD constexpr int64_t ListEntries(int64_t max_routes) {
   return max_routes + kMaxCtas * OwnListRoutes(max_routes);
 }
 
+// A rank's step is short if it has at most a token a CTA.
+EXPERTD_HD constexpr int FewTokens(int max_tokens) {
+  return max_tokens < kMaxCtas ? max_tokens : kMaxCtas;
+}
+// Of one peer's records; H of 32768 makes 28 MB.
+EXPERTD_HD constexpr int RecordBytesOfPeer(int few_tokens, int hidden) {
+  return few_tokens * NumPartialSlices(hidden) * kSliceRecords * kRecordBytes;
+}
+
 // 64-row tiles of one token tile, padded so that four flags are one 16-byte load.
 EXPERTD_HD constexpr int DoneStride(int rows) { return (rows / 64 + 3) / 4 * 4; }
 
@@ -131,6 +147,7 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
   offsets.max_routes = routes;
   offsets.own_routes = OwnListRoutes(routes);
   offsets.max_tokens = shape.max_tokens_per_rank;
+  offsets.few_tokens = FewTokens(shape.max_tokens_per_rank);
   offsets.max_chunks = NumRouteChunks(shape.rank_routes());
   offsets.rank_routes = shape.rank_routes();
   int64_t end = 0;
@@ -142,6 +159,7 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
                            2 * peer_tokens * 4,
                            2 * peer_tokens * shape.hidden * 2,
                            peer_tokens * NumPartialSlices(shape.hidden) * 4,
+                           peers * RecordBytesOfPeer(offsets.few_tokens, shape.hidden),
                            peer_tokens * shape.hidden * 4,
                            ListEntries(routes) * 4,
                            ListEntries(routes),
@@ -151,12 +169,24 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
                            kSortMeetings * kMaxCtas * 4,
                            routes * shape.intermediate * 2,
                            routes * shape.hidden * 2};
-  int64_t* const fields[] = {
-      &offsets.head,       &offsets.route_flags, &offsets.route_ids,  &offsets.route_weights,
-      &offsets.route_rows, &offsets.token_flags, &offsets.tokens,     &offsets.partial_flags,
-      &offsets.partials,   &offsets.routes,      &offsets.owners,     &offsets.sort_counts,
-      &offsets.fc1_done,   &offsets.fc2_done,    &offsets.sort_flags, &offsets.h,
-      &offsets.y};
+  int64_t* const fields[] = {&offsets.head,
+                             &offsets.route_flags,
+                             &offsets.route_ids,
+                             &offsets.route_weights,
+                             &offsets.route_rows,
+                             &offsets.token_flags,
+                             &offsets.tokens,
+                             &offsets.partial_flags,
+                             &offsets.partial_records,
+                             &offsets.partials,
+                             &offsets.routes,
+                             &offsets.owners,
+                             &offsets.sort_counts,
+                             &offsets.fc1_done,
+                             &offsets.fc2_done,
+                             &offsets.sort_flags,
+                             &offsets.h,
+                             &offsets.y};
   for (int i = 0; i < static_cast<int>(sizeof(sizes) / sizeof(sizes[0])); ++i) {
     *fields[i] = end;
     end = (end + sizes[i] + 255) / 256 * 256;

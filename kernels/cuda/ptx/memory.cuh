@@ -48,6 +48,34 @@ __device__ __forceinline__ void st_relaxed_sys(uint32_t* address, uint32_t value
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// One access of 16 aligned bytes that never tears; the elements of a vector access are accesses of
+// their own.
+__device__ __forceinline__ uint4 ld_relaxed_sys_b128(const void* address) {
+  uint64_t low, high;
+  asm volatile(
+      "{\n"
+      ".reg .b128 value;\n"
+      "ld.relaxed.sys.global.b128 value, [%2];\n"
+      "mov.b128 {%0, %1}, value;\n"
+      "}\n"
+      : "=l"(low), "=l"(high)
+      : "l"(address)
+      : "memory");
+  return make_uint4(static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32),
+                    static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32));
+}
+
+__device__ __forceinline__ void st_relaxed_sys_b128(void* address, const uint4& value) {
+  asm volatile(
+      "{\n"
+      ".reg .b128 value;\n"
+      "mov.b128 value, {%1, %2};\n"
+      "st.relaxed.sys.global.b128 [%0], value;\n"
+      "}\n" ::"l"(address),
+      "l"(uint64_t{value.y} << 32 | value.x), "l"(uint64_t{value.w} << 32 | value.z)
+      : "memory");
+}
+
 __device__ __forceinline__ void st_release_sys(uint32_t* address, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

@@ -26,6 +26,13 @@ inline uint4 ld_relaxed_gpu_v4(const uint32_t* address) {
 inline uint32_t ld_relaxed_sys(const uint32_t* address) { return polled(address); }
 inline uint32_t ld_acquire_sys(const uint32_t* address) { return polled(address); }
 inline uint64_t ld_acquire_sys(const uint64_t* address) { return polled(address); }
+// Records carry their own step: they arrive some time later, in any order.
+inline uint4 ld_relaxed_sys_b128(const void* address) {
+  return ld_relaxed_gpu_v4(static_cast<const uint32_t*>(address));
+}
+inline void st_relaxed_sys_b128(void* address, const uint4& value) {
+  simt::Later([address, value] { std::memcpy(address, &value, sizeof(value)); });
+}
 inline void st_relaxed_gpu(uint32_t* address, uint32_t value) { *address = value; }
 inline void st_relaxed_sys(uint32_t* address, uint32_t value) { *address = value; }
 inline void st_release_sys(uint32_t* address, uint32_t value) { *address = value; }
