@@ -60,6 +60,10 @@ EXPERTD_HD constexpr int TopKOf(const RouteRecord& header) { return header.row; 
 
 // Columns of a partial row that one flag covers.
 inline constexpr int kPartialColumns = 256;
+// In short steps those columns cross as records of 16 bytes, up to three of each of 32 lanes.
+inline constexpr int kRecordsOfLane = 3;
+inline constexpr int kSliceRecords = 32 * kRecordsOfLane;
+inline constexpr int kRecordBytes = 16;
 
 EXPERTD_HD constexpr int NumPartialSlices(int hidden) {
   return (hidden + kPartialColumns - 1) / kPartialColumns;
@@ -77,7 +81,9 @@ struct WorkspaceOffsets {
   int64_t token_flags = 0;    // [2][R][T] u32, step; nothing if R = 1
   int64_t tokens = 0;         // [2][R][T][H] BF16, likewise; only rows with a route to this rank
   int64_t partial_flags = 0;  // [P][T][slices] u32, step
-  int64_t partials = 0;       // [P][T][H] F32, or BF16 at the same strides in elements
+  // [P][few_tokens][slices][kRecordsOfLane][32] records; the last word of each is always a step.
+  int64_t partial_records = 0;
+  int64_t partials = 0;  // [P][T][H] F32, or BF16 at the same strides in elements
   // This rank's own.
   int64_t routes = 0;       // u32: global route by slot, in route order, [ListEntries]
   int64_t owners = 0;       // u8: 1 + the rank that computes a route, or 0, likewise
@@ -92,6 +98,7 @@ struct WorkspaceOffsets {
   int64_t max_routes = 0;
   int64_t own_routes = 0;   // entries of a CTA's own list
   int32_t max_tokens = 0;   // T of the strides
+  int32_t few_tokens = 0;   // most tokens of a short step
   int64_t rank_routes = 0;  // T K of the strides
 };
 
@@ -114,6 +121,15 @@ EXPERTD_HD constexpr int64_t ListEntries(int64_t max_routes) {
   return max_routes + kMaxCtas * OwnListRoutes(max_routes);
 }
 
+// A rank's step is short if it has at most a token a CTA.
+EXPERTD_HD constexpr int FewTokens(int max_tokens) {
+  return max_tokens < kMaxCtas ? max_tokens : kMaxCtas;
+}
+// Of one peer's records; H of 32768 makes 28 MB.
+EXPERTD_HD constexpr int RecordBytesOfPeer(int few_tokens, int hidden) {
+  return few_tokens * NumPartialSlices(hidden) * kSliceRecords * kRecordBytes;
+}
+
 // 64-row tiles of one token tile, padded so that four flags are one 16-byte load.
 EXPERTD_HD constexpr int DoneStride(int rows) { return (rows / 64 + 3) / 4 * 4; }
 
@@ -127,6 +143,7 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
   offsets.max_routes = routes;
   offsets.own_routes = OwnListRoutes(routes);
   offsets.max_tokens = shape.max_tokens_per_rank;
+  offsets.few_tokens = FewTokens(shape.max_tokens_per_rank);
   offsets.rank_routes = shape.rank_routes();
   int64_t end = 0;
   const int64_t sizes[] = {int64_t{sizeof(WorkspaceHead)},
@@ -134,6 +151,7 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
                            2 * rank_tokens * 4,
                            2 * rank_tokens * shape.hidden * 2,
                            peer_tokens * NumPartialSlices(shape.hidden) * 4,
+                           peers * RecordBytesOfPeer(offsets.few_tokens, shape.hidden),
                            peer_tokens * shape.hidden * 4,
                            ListEntries(routes) * 4,
                            ListEntries(routes),
@@ -148,6 +166,7 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
                              &offsets.token_flags,
                              &offsets.tokens,
                              &offsets.partial_flags,
+                             &offsets.partial_records,
                              &offsets.partials,
                              &offsets.routes,
                              &offsets.owners,

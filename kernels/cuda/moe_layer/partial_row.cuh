@@ -14,6 +14,13 @@ struct PartialRow {
 
   const MoeLayerParams& params;
   int lane;
+  // Kept in registers: behind every fence the parameters come from L2 again.
+  int hidden;
+  bool as_bf16;
+  const uint16_t* y;
+
+  __device__ __forceinline__ PartialRow(const MoeLayerParams& p, int l)
+      : params(p), lane(l), hidden(p.hidden), as_bf16(p.partials_bf16 != 0), y(p.local.y) {}
 
   // 256 columns of a token, fewer at the row's end.
   struct Slice {
@@ -23,15 +30,19 @@ struct PartialRow {
     int width;        // columns
     bool inside;      // whether the lane has columns
   };
-  __device__ __forceinline__ Slice slice_at(int item, int slices) const {
+  __device__ __forceinline__ Slice slice_of(int token, int index) const {
     Slice slice;
-    slice.token = item / slices;
-    const int begin = (item - slice.token * slices) * layout::kPartialColumns;
+    slice.token = token;
+    const int begin = index * layout::kPartialColumns;
     slice.column = begin + lane * 8;
-    slice.element = int64_t{slice.token} * params.hidden + begin;
-    slice.width = min(layout::kPartialColumns, params.hidden - begin);
+    slice.element = int64_t{slice.token} * hidden + begin;
+    slice.width = min(layout::kPartialColumns, hidden - begin);
     slice.inside = lane * 8 < slice.width;
     return slice;
+  }
+  __device__ __forceinline__ Slice slice_at(int item, int slices) const {
+    const int token = item / slices;
+    return slice_of(token, item - token * slices);
   }
 
   // A token's routes: lane k holds route k's weight.
@@ -42,21 +53,35 @@ struct PartialRow {
     int64_t first_route = 0;
   };
 
-  __device__ __forceinline__ TokenRoutes routes_of(int source, int token) const {
+  // What the lanes load for it.
+  struct RouteWords {
+    uint32_t owner = 0;  // 1 + rank, or 0
+    float weight = 0;
+    int64_t first_route = 0;
+  };
+  __device__ __forceinline__ RouteWords load_routes(int source, int token) const {
     const Sources& sources = shared_state().sources;
     const int top_k = sources.top_k[source];
     const int in_source = token * top_k + lane;
-    TokenRoutes routes;
-    routes.first_route = int64_t{sources.first_route[source]} + token * top_k;
-    uint32_t owner = 0;  // 1 + rank
+    RouteWords words;
+    words.first_route = int64_t{sources.first_route[source]} + token * top_k;
     if (lane < top_k) {
-      owner = route_owners(params)[routes.first_route + lane];
-      routes.weight = route_weight(params, source, in_source);
+      words.owner = route_owners(params)[words.first_route + lane];
+      words.weight = route_weight(params, source, in_source);
     }
-    const bool here = owner == static_cast<uint32_t>(params.peers.rank) + 1;
+    return words;
+  }
+  __device__ __forceinline__ static TokenRoutes resolve(const RouteWords& words, int rank) {
+    TokenRoutes routes;
+    routes.weight = words.weight;
+    routes.first_route = words.first_route;
+    const bool here = words.owner == static_cast<uint32_t>(rank) + 1;
     routes.here = __ballot_sync(0xffffffffu, here);
-    routes.owners = __reduce_or_sync(0xffffffffu, owner == 0 ? 0 : 1u << (owner - 1));
+    routes.owners = __reduce_or_sync(0xffffffffu, words.owner == 0 ? 0 : 1u << (words.owner - 1));
     return routes;
+  }
+  __device__ __forceinline__ TokenRoutes routes_of(int source, int token) const {
+    return resolve(load_routes(source, token), params.peers.rank);
   }
 
   __device__ __forceinline__ static void add(float (&sum)[8], const uint4& row, float weight) {
@@ -78,7 +103,7 @@ struct PartialRow {
   template <int kRowsAtOnce>
   __device__ __forceinline__ void add_up(const TokenRoutes& routes, const Slice& slice,
                                          Columns& sum) const {
-    const uint16_t* y = params.local.y + routes.first_route * params.hidden + slice.column;
+    const uint16_t* from = y + routes.first_route * hidden + slice.column;
 #pragma unroll 1
     for (uint32_t left = routes.here; left != 0;) {
       uint4 rows[kRowsAtOnce];
@@ -88,7 +113,7 @@ struct PartialRow {
         const int k = __ffs(taken) - 1;
         taken &= taken - 1;
         if (k >= 0 && slice.inside) {
-          rows[i] = __ldcg(reinterpret_cast<const uint4*>(y + int64_t{k} * params.hidden));
+          rows[i] = __ldcg(reinterpret_cast<const uint4*>(from + int64_t{k} * hidden));
         }
       }
 #pragma unroll
@@ -106,7 +131,7 @@ struct PartialRow {
   __device__ __forceinline__ void store_partial(int home, const Slice& slice,
                                                 const Columns& sum) const {
     if (!slice.inside) return;
-    if (params.partials_bf16) {
+    if (as_bf16) {
       uint16_t* to = partials<uint16_t>(params, params.peers.rank, home) + slice.element + lane * 8;
       *reinterpret_cast<uint4*>(to) = pack(sum);
     } else {
@@ -133,6 +158,14 @@ __device__ __forceinline__ Block share_of(int count) {
 // The tokens of a rank that fall to this CTA whole.
 __device__ __forceinline__ Block tokens_of(int num_tokens) {
   return is_long(num_tokens) ? share_of(num_tokens) : Block{0, 0};
+}
+__device__ __forceinline__ bool any_is_long(const MoeLayerParams& params) {
+  bool any = false;
+#pragma unroll 1
+  for (int rank = 0; rank < params.peers.num_ranks; ++rank) {
+    any |= is_long(shared_state().sources.num_tokens[rank]);
+  }
+  return any;
 }
 // The items (token, slice), token by token, of a rank that this CTA combines (its own rank's) or
 // returns (a peer's): the same ones on every rank.

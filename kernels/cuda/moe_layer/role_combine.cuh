@@ -1,71 +1,34 @@
 #pragma once
 
-#include "kernels/cuda/moe_layer/partial_row.cuh"
+#include "kernels/cuda/moe_layer/combine_warp.cuh"
+#include "kernels/cuda/moe_layer/role_combine_few.cuh"
 #include "kernels/cuda/moe_layer/role_return.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 
 // The end of a step, by the warps that multiplied, after the tile list. First the tokens of peers
-// that the announcing warp has not returned: what this rank's experts add to them, one partial row
-// a token, is stored to the rank that owns the token and flagged there. Then this rank's own
-// tokens: the ranks' partial rows, this one's included, are added in rank order. A partial is the
-// sum of a rank's routes in their order in f32. The split over warps does not change what is added
-// to what, so the bits are fixed.
+// that have not been returned: what this rank's experts add to them, one partial row a token, is
+// stored to the rank that owns the token. Then this rank's own tokens: the ranks' partial rows,
+// this one's included, are added in rank order. A partial is the sum of a rank's routes in their
+// order in f32. The split over warps does not change what is added to what, so the bits are fixed.
+// Here: one rank, and the tokens of ranks that have many (is_long), whose partial rows are flagged;
+// role_combine_few.cuh: those of ranks that have few.
 namespace expertd::cuda::moe_layer {
 
-static __device__ __noinline__ void combine_ranks(const MoeLayerParams& params, int warp, int lane);
-
-struct CombineRole {
+struct CombineRole : CombineWarp {
   static constexpr int kRowsAtOnce = 8;
   static constexpr int kRoundItems = 4 * kExpertWarps;  // (token, slice) of a CTA and a peer
   using Columns = PartialRow::Columns;
   using Slice = PartialRow::Slice;
   using TokenRoutes = PartialRow::TokenRoutes;
 
-  const MoeLayerParams& params;
-  Waiter waiter;
-  int warp;
-  int lane;
+  using CombineWarp::CombineWarp;
 
-  __device__ __forceinline__ PartialRow row() const { return {params, lane}; }
-
-  // Each warp looks at its share of the flags; a barrier joins them and the announcing warp.
-  __device__ __forceinline__ void wait_for_outputs() const {
-    const int token_tiles = tile_begin(params)[params.num_slots];
-    const int row_tiles = params.hidden / 64;
-    const int quads = params.local.fc2_done_stride / 4;
-    waiter.wait_for_ctas(kWaitFc2, blockIdx.x, [&] {
-      uint32_t found = params.step;
-      for (int i = warp * 32 + lane; i < token_tiles * quads; i += kExpertWarps * 32) {
-        const uint4 flags = ptx::ld_relaxed_gpu_v4(params.local.fc2_done + 4 * i);
-        const uint32_t words[4] = {flags.x, flags.y, flags.z, flags.w};
-        const int first = 4 * (i % quads);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          if (first + c < row_tiles && words[c] != params.step) found = words[c];
-        }
-      }
-      return found;
-    });
-    ptx::barrier_sync<kCombineBarrier>(kCombiningThreads);
-  }
-
-  // Items (token, slice) in token order.
-  struct Run {
-    int begin;
-    int end;
-  };
   // The CTA's items of a rank's tokens in a round.
-  __device__ __forceinline__ Run run_of(int num_tokens, int slices, int round,
-                                        int round_items) const {
-    const Block items = items_of(num_tokens, slices);
-    const int begin = min(round * round_items, items.count);
-    return {items.first + begin, items.first + min(begin + round_items, items.count)};
-  }
-  // This warp's part of that.
-  __device__ __forceinline__ Run warp_run(const Run& run) const {
-    const int length = (run.end - run.begin + kExpertWarps - 1) / kExpertWarps;
-    const int begin = run.begin + warp * length;
-    return {begin, min(begin + length, run.end)};
+  __device__ __forceinline__ Run run_of(int num_tokens, int slices, int round) const {
+    const Block tokens = tokens_of(num_tokens);
+    const int count = tokens.count * slices;
+    const int begin = min(round * kRoundItems, count);
+    return {tokens.first * slices + begin, tokens.first * slices + min(begin + kRoundItems, count)};
   }
 
   // --- tokens of peers
@@ -73,7 +36,7 @@ struct CombineRole {
   // Whether the announcing warp has returned a token; `base`: index of the peer's first token.
   __device__ __forceinline__ bool was_returned(int base, int home, int token, bool early) const {
     const int num_tokens = shared_state().sources.num_tokens[home];
-    if (!early || !is_long(num_tokens)) return false;
+    if (!early) return false;
     const int index = base + token - tokens_of(num_tokens).first;
     return index < kMaxReturnKeys && shared_state().return_keys[index] == kNothingToReturn;
   }
@@ -85,16 +48,16 @@ struct CombineRole {
     bool skip = false;
     TokenRoutes routes;
     for (int item = mine.begin; item < mine.end; ++item) {
-      const Slice slice = row().slice_at(item, slices);
+      const Slice slice = row.slice_at(item, slices);
       if (slice.token != known) {
         known = slice.token;
         skip = was_returned(base, home, known, early);
-        if (!skip) routes = row().routes_of(home, known);
+        if (!skip) routes = row.routes_of(home, known);
       }
       if (skip || routes.here == 0) continue;
       Columns sum = {};
-      row().add_up<kRowsAtOnce>(routes, slice, sum);
-      row().store_partial(home, slice, sum);
+      row.add_up<kRowsAtOnce>(routes, slice, sum);
+      row.store_partial(home, slice, sum);
     }
   }
 
@@ -121,7 +84,7 @@ struct CombineRole {
       const int num_tokens = shared_state().sources.num_tokens[home];
       Run run = {0, 0};
       if (returns) {
-        run = run_of(num_tokens, slices, round, kRoundItems);
+        run = run_of(num_tokens, slices, round);
         return_items(home, run, slices, base, early);
       }
       ptx::barrier_sync<kReturnBarrier>(kExpertWarps * 32);
@@ -151,19 +114,6 @@ struct CombineRole {
     total[4] += high.x, total[5] += high.y, total[6] += high.z, total[7] += high.w;
   }
 
-  // Rounded as if it had crossed.
-  __device__ __forceinline__ void add_own_partial(const TokenRoutes& routes, const Slice& slice,
-                                                  Columns& total) const {
-    Columns sum = {};
-    row().add_up<kRowsAtOnce>(routes, slice, sum);
-    if (params.partials_bf16) {
-      PartialRow::add(total, PartialRow::pack(sum), 1.0f);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) total[i] += sum[i];
-    }
-  }
-
   __device__ __forceinline__ void wait_for_partial(int owner, int token, int item) const {
     const uint32_t* flag = partial_flags(params, owner, params.peers.rank) + item;
     (void)waiter.wait_for_peer({kWaitPartials, static_cast<uint32_t>(token), owner},
@@ -177,7 +127,9 @@ struct CombineRole {
     for (uint32_t left = routes.owners; left != 0; left &= left - 1) {
       const int owner = __ffs(left) - 1;
       if (owner == params.peers.rank) {
-        add_own_partial(routes, slice, total);
+        Columns sum = {};
+        row.add_up<kRowsAtOnce>(routes, slice, sum);
+        add_own(sum, total);
       } else {
         wait_for_partial(owner, slice.token, item);
         add_partial(owner, slice, total);
@@ -193,23 +145,12 @@ struct CombineRole {
     int known = -1;
     TokenRoutes routes;
     for (int item = mine.begin; item < mine.end && !waiter.gave_up(); ++item) {
-      const Slice slice = row().slice_at(item, slices);
-      if (slice.token != known) routes = row().routes_of(0, slice.token);
+      const Slice slice = row.slice_at(item, slices);
+      if (slice.token != known) routes = row.routes_of(0, slice.token);
       known = slice.token;
       Columns sum = {};
-      row().add_up<kRowsAtOnce>(routes, slice, sum);
+      row.add_up<kRowsAtOnce>(routes, slice, sum);
       if (slice.inside) store(sum, slice.element + lane * 8);
-    }
-  }
-
-  __device__ __forceinline__ void store(const float (&values)[8], int64_t element) const {
-    if (params.output_f32) {
-      float4* to = reinterpret_cast<float4*>(static_cast<float*>(params.output) + element);
-      to[0] = make_float4(values[0], values[1], values[2], values[3]);
-      to[1] = make_float4(values[4], values[5], values[6], values[7]);
-    } else {
-      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(params.output) + element) =
-          PartialRow::pack(values);
     }
   }
 
@@ -218,8 +159,8 @@ struct CombineRole {
     int known = -1;
     TokenRoutes routes;
     for (int item = mine.begin; item < mine.end && !waiter.gave_up(); ++item) {
-      const Slice slice = row().slice_at(item, slices);
-      if (slice.token != known) routes = row().routes_of(params.peers.rank, slice.token);
+      const Slice slice = row.slice_at(item, slices);
+      if (slice.token != known) routes = row.routes_of(params.peers.rank, slice.token);
       known = slice.token;
       combine(routes, slice, item);
     }
@@ -232,40 +173,45 @@ struct CombineRole {
     const int slices = layout::NumPartialSlices(params.hidden);
     const bool early = returns_early(params);
     int most = 0;
+#pragma unroll 1
     for (int rank = 0; rank < params.peers.num_ranks; ++rank) {
-      most = max(most, items_of(shared_state().sources.num_tokens[rank], slices).count);
+      most = max(most, tokens_of(shared_state().sources.num_tokens[rank]).count * slices);
     }
     const int rounds = (most + kRoundItems - 1) / kRoundItems;
 #pragma unroll 1
     for (int round = 0; round <= rounds; ++round) {
       if (round < rounds) return_partials(slices, round, early);
       if (round > 0) {
-        combine_own(run_of(params.num_tokens, slices, round - 1, kRoundItems), slices);
+        combine_own(run_of(params.num_tokens, slices, round - 1), slices);
       }
-    }
-  }
-
-  __device__ __forceinline__ void run() const {
-    const int slices = layout::NumPartialSlices(params.hidden);
-    wait_for_outputs();
-    if (warp == 0 && lane == 0) mark(params, kMarkOutputs);
-    if (params.peers.num_ranks > 1) {
-      combine_ranks(params, warp, lane);
-    } else {
-      combine_alone(slices);
     }
   }
 };
 
 // Not inlined: what they keep would cost the multiplying loop registers, and one rank does not run
-// the code of several.
+// the code of several, nor a short step that of long ones.
+static __device__ __noinline__ void combine_many(const MoeLayerParams& params, int warp, int lane) {
+  const CombineRole role(params, params, warp, lane);
+  role.wait_for_outputs();
+  role.combine_in_rounds();
+}
+static __device__ __noinline__ void combine_few(const MoeLayerParams& params,
+                                                bool outputs_are_there, int warp, int lane) {
+  const MoeLayerParams near = params;
+  CombineFewRole(params, near, warp, lane).run(outputs_are_there);
+}
 static __device__ __noinline__ void combine_ranks(const MoeLayerParams& params, int warp,
                                                   int lane) {
-  CombineRole{params, Waiter{params}, warp, lane}.combine_in_rounds();
+  const bool many = any_is_long(params);
+  if (many) combine_many(params, warp, lane);
+  combine_few(params, many, warp, lane);
 }
 static __device__ __noinline__ void combine_outputs(const MoeLayerParams& params, int warp,
                                                     int lane) {
-  CombineRole{params, Waiter{params}, warp, lane}.run();
+  if (params.peers.num_ranks > 1) return combine_ranks(params, warp, lane);
+  const CombineRole role(params, params, warp, lane);
+  role.wait_for_outputs();
+  role.combine_alone(layout::NumPartialSlices(params.hidden));
 }
 
 }  // namespace expertd::cuda::moe_layer

@@ -83,10 +83,14 @@ struct Waiter {
   // the step yet, or the step) is the step on all lanes. False: gave up.
   template <typename Poll>
   __device__ __forceinline__ bool poll_for_step(const Awaited& what, Poll poll) const {
+    return poll_for(params.step, what, poll);
+  }
+  template <typename Poll>
+  __device__ __forceinline__ bool poll_for(uint32_t step, const Awaited& what, Poll poll) const {
     uint64_t since_ns = 0, ask_at_ns = 0;
     for (uint32_t round = 1;; ++round) {
       const uint32_t found = poll();
-      const uint32_t missing = __ballot_sync(0xffffffffu, found != params.step);
+      const uint32_t missing = __ballot_sync(0xffffffffu, found != step);
       if (missing == 0) return true;
       if (round % kRounds != 0) continue;
       const uint64_t now_ns = ptx::globaltimer_ns();

@@ -48,6 +48,8 @@ std::vector<Region> Regions(const WorkspaceShape& shape) {
           {"token_flags", o.token_flags, 2 * row_ranks * tokens * 4},
           {"tokens", o.tokens, 2 * row_ranks * tokens * shape.hidden * 2},
           {"partial_flags", o.partial_flags, peers * tokens * NumPartialSlices(shape.hidden) * 4},
+          {"partial_records", o.partial_records,
+           peers * std::min<int64_t>(tokens, kMaxCtas) * NumPartialSlices(shape.hidden) * 3 * 512},
           {"partials", o.partials, peers * tokens * shape.hidden * 4},
           {"routes", o.routes, entries * 4},
           {"owners", o.owners, entries},

@@ -94,6 +94,8 @@ const Case kCases[] = {
     {"TwoRanksAllToOne", Recipe::kMxfp4, {21, 3}, Routing::kOneExpert},
     {"TwoRanksReplicas", Recipe::kMxfp4, {14, 9}, Routing::kSkewed, 4, 2, 5},
     {"TwoRanksBf16Partials", Recipe::kMxfp4, {10, 11}, Routing::kUniform, 4, 2, 0, true},
+    {"TwoRanksFewTokensBf16Partials", Recipe::kMxfp4, {3, 2}, Routing::kUniform, 4, 3, 0, true},
+    {"TwoRanksFewBesideMany", Recipe::kMxfp4, {2, 25}, Routing::kUniform, 4, 3},
     {"TwoRanksThirtyTwoRoutes", Recipe::kMxfp4, {6, 2}, Routing::kSkewed, 32},
     {"TwoRanksSomeChunksOfRoutes", Recipe::kMxfp4, {80, 130}, Routing::kSkewed, 32, 3},
     {"ThreeRanks", Recipe::kNvfp4, {7, 0, 12}, Routing::kSkewed},
@@ -154,6 +156,51 @@ TEST(SimtMoeLayer, StepsOfDifferentSizesFollowEachOtherWithoutMeeting) {
     const auto outputs = run.Run(steps);
     ASSERT_EQ(run.error(), "");
     for (size_t s = 0; s < steps.size(); ++s) ExpectRight(layer, steps[s], outputs[s]);
+  }
+}
+
+// In the window of short steps each leaves records where the next one's arrive, in any order.
+TEST(SimtMoeLayer, RecordsOfAnOlderStepAreNotTaken) {
+  const HostLayer layer = testing::MakeRandomLayer(Spec(320, 64, 6, Recipe::kMxfp4), 14);
+  std::vector<RankLayer::Batches> steps;
+  for (uint64_t s = 0; s < 5; ++s) {
+    steps.push_back(Batches(layer.spec, {3, 1, 2}, 4, Routing::kUniform, 30 + s));
+  }
+  for (const bool bf16 : {false, true}) {
+    for (const uint64_t seed : {6, 7}) {
+      SCOPED_TRACE(absl::StrCat(bf16 ? "BF16" : "F32", ", seed ", seed));
+      RankLayer run(
+          layer, PlacementOf(6, 3),
+          {.num_ctas = 3, .max_tokens = 3, .max_top_k = 4, .partials_bf16 = bf16, .seed = seed});
+      const auto outputs = run.Run(steps);
+      ASSERT_EQ(run.error(), "");
+      for (size_t s = 0; s < steps.size(); ++s) ExpectRight(layer, steps[s], outputs[s]);
+    }
+  }
+}
+
+// A rank with few tokens is home to records, one with many to flagged rows, in the same step.
+TEST(SimtMoeLayer, BitsAreThoseOfAWholeRowHoweverItCrosses) {
+  const HostLayer layer = testing::MakeRandomLayer(Spec(320, 128, 6, Recipe::kNvfp4), 15);
+  const HostBatch all = testing::MakeRandomBatch(layer.spec, 12, 4, Routing::kUniform, 16);
+  const HostBatch few = testing::SelectRows(all, 320, {11, 4});
+  for (const bool bf16 : {false, true}) {
+    SCOPED_TRACE(bf16 ? "BF16" : "F32");
+    RankLayer run(layer, PlacementOf(6, 2),
+                  {.num_ctas = 3, .max_tokens = 12, .max_top_k = 4, .partials_bf16 = bf16});
+    const auto outputs = run.Run({{all, few}, {few, all}, {few, few}});
+    ASSERT_EQ(run.error(), "");
+    const std::vector<float>& whole = outputs[0][0];
+    ExpectRight(layer, {all, few}, outputs[0]);
+    const auto is_same = [&](const std::vector<float>& rows, int row, int of_whole) {
+      return std::equal(rows.begin() + row * 320, rows.begin() + (row + 1) * 320,
+                        whole.begin() + of_whole * 320);
+    };
+    for (const auto* rows : {&outputs[0][1], &outputs[1][0], &outputs[2][0], &outputs[2][1]}) {
+      EXPECT_TRUE(is_same(*rows, 0, 11));
+      EXPECT_TRUE(is_same(*rows, 1, 4));
+    }
+    EXPECT_TRUE(SameBits({outputs[1][1]}, {whole}));
   }
 }
 
@@ -257,6 +304,13 @@ const Stall kStalls[] = {
     {"Fc1", cuda::moe_layer::kStallFc1, {6, 6}, 1, cuda::moe_layer::kWaitFc1, 1},
     {"Fc2", cuda::moe_layer::kStallFc2, {6, 6}, 1, cuda::moe_layer::kWaitFc2, 1},
     {"Partials", cuda::moe_layer::kStallPartials, {6, 6}, 0, cuda::moe_layer::kWaitPartials, 1},
+    {"FewPartials", cuda::moe_layer::kStallPartials, {2, 2}, 0, cuda::moe_layer::kWaitPartials, 1},
+    {"PartialsOfFewBesideMany",
+     cuda::moe_layer::kStallPartials,
+     {2, 9},
+     0,
+     cuda::moe_layer::kWaitPartials,
+     1},
 };
 
 void PrintTo(const Stall& stall, std::ostream* out) { *out << stall.name; }

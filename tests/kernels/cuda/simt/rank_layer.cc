@@ -108,6 +108,14 @@ RankLayer::RankLayer(const testing::HostLayer& layer, const Placement& placement
     std::memset(window + offsets_.tokens, 0xff, offsets_.partial_flags - offsets_.tokens);
     std::memset(window + offsets_.partials, 0xff, offsets_.fc1_done - offsets_.partials);
     std::memset(window + offsets_.h, 0xff, offsets_.bytes - offsets_.h);
+    PoisonRecords(window);
+  }
+}
+
+// All but the step.
+void RankLayer::PoisonRecords(char* window) {
+  for (int64_t at = offsets_.partial_records; at < offsets_.partials; at += layout::kRecordBytes) {
+    std::memset(window + at, 0xff, layout::kRecordBytes - sizeof(uint32_t));
   }
 }
 

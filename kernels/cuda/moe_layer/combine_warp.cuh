@@ -1,0 +1,78 @@
+#pragma once
+
+#include "kernels/cuda/moe_layer/partial_row.cuh"
+#include "kernels/cuda/moe_layer/wait.cuh"
+
+// What the ways to combine have in common.
+namespace expertd::cuda::moe_layer {
+
+struct CombineWarp {
+  const MoeLayerParams& params;
+  Waiter waiter;
+  int warp;
+  int lane;
+  PartialRow row;
+
+  // `near`: the parameters, or a copy in registers of those that are used behind waits.
+  __device__ __forceinline__ CombineWarp(const MoeLayerParams& p, const MoeLayerParams& near, int w,
+                                         int l)
+      : params(near), waiter{p}, warp(w), lane(l), row(near, l) {}
+
+  // Each warp looks at its share of the flags; a barrier joins them and the announcing warp.
+  __device__ __forceinline__ void wait_for_outputs() const {
+    const MoeLayerParams& p = waiter.params;
+    const uint32_t step = p.step;
+    const int row_tiles = p.hidden / 64;
+    const int quads = p.local.fc2_done_stride / 4;
+    const int end = static_cast<int>(tile_begin(p)[p.num_slots]) * quads;
+    const uint32_t* flags = p.local.fc2_done;
+    waiter.wait_for_ctas(kWaitFc2, blockIdx.x, [&] {
+      uint32_t found = step;
+#pragma unroll 1
+      for (int i = warp * 32 + lane; i < end; i += kExpertWarps * 32) {
+        const uint4 quad = ptx::ld_relaxed_gpu_v4(flags + 4 * i);
+        const int left = row_tiles - 4 * (i % quads);  // the row's end is padded
+        if (quad.x != step) found = quad.x;
+        if (left > 1 && quad.y != step) found = quad.y;
+        if (left > 2 && quad.z != step) found = quad.z;
+        if (left > 3 && quad.w != step) found = quad.w;
+      }
+      return found;
+    });
+    ptx::barrier_sync<kCombineBarrier>(kCombiningThreads);
+    if (warp == 0 && lane == 0) mark(p, kMarkOutputs);
+  }
+
+  // Items (token, slice) in token order.
+  struct Run {
+    int begin;
+    int end;
+  };
+  // This warp's part of the CTA's.
+  __device__ __forceinline__ Run warp_run(const Run& run) const {
+    const int length = (run.end - run.begin + kExpertWarps - 1) / kExpertWarps;
+    const int begin = run.begin + warp * length;
+    return {begin, min(begin + length, run.end)};
+  }
+
+  __device__ __forceinline__ void store(const float (&values)[8], int64_t element) const {
+    if (params.output_f32) {
+      float4* to = reinterpret_cast<float4*>(static_cast<float*>(params.output) + element);
+      to[0] = make_float4(values[0], values[1], values[2], values[3]);
+      to[1] = make_float4(values[4], values[5], values[6], values[7]);
+    } else {
+      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(params.output) + element) =
+          PartialRow::pack(values);
+    }
+  }
+
+  // total += this rank's own partial, rounded as if it had crossed.
+  __device__ __forceinline__ void add_own(const PartialRow::Columns& sum,
+                                          PartialRow::Columns& total) const {
+    if (row.as_bf16) return PartialRow::add(total, PartialRow::pack(sum), 1.0f);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) total[i] += sum[i];
+  }
+};
+
+}  // namespace expertd::cuda::moe_layer
