@@ -43,16 +43,18 @@ __device__ __forceinline__ void prefetch_tokens(const MoeLayerParams& params) {
 
 // Not inlined: inside the kernel its branches cost the compiler the proof that the multiplying
 // loop's values are the same in a whole warp.
-template <layout::WeightFormat kFormat>
+template <layout::WeightFormat kFormat, int... kWidths>
 __device__ __noinline__ void route(const MoeLayerParams& given, int warp, int lane) {
   const MoeLayerParams& params = copy_params(given, warp * 32 + lane);
   __syncthreads();
+  const bool claims = warp == kExpertWarps && lane == 0;
   if (warp == kWarps - 1 && lane == 0) prefetch_tokens(params);
-  RouteSorter(params).sort(warp, lane, [&] {
+  const bool told = RouteSorter(params).sort(warp, lane, [&] {
     // The CTA's first weights are on their way while routes are placed.
-    if (warp == kExpertWarps && lane == 0) prefetch_weights<kFormat>(params, blockIdx.x);
+    if (claims && post_tile<kWidths...>(params, 0, blockIdx.x)) prefetch_weights<kFormat>(params);
     __syncwarp();
   });
+  if (claims && !told) post_tile<kWidths...>(params, 0, blockIdx.x);
 }
 
 template <layout::WeightFormat kFormat, int... kWidths>
@@ -67,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     init_barriers(HasJoinedBarrier(kTokens));
   }
   if (claims) open_step(params);
-  route<kFormat>(params, warp, lane);
+  route<kFormat, kWidths...>(params, warp, lane);
   ptx::fence_proxy_async_shared();
   __syncthreads();
   if (threadIdx.x == 0) mark(params, kMarkRouted);
@@ -79,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else if (warp > kExpertWarps) {
       TokenRole<kTokens>(params, warp - kExpertWarps - 1, lane).run();
     } else if (claims) {
-      WeightRole<kFormat, kWidths...>(params).run(blockIdx.x);
+      WeightRole<kFormat, kWidths...>(params).run();
       mark(params, kMarkLastTile);
     }
   } else {

@@ -425,9 +425,10 @@ struct RouteSorter {
   }
 
   // All threads of the CTA; a barrier has to follow. `tables_known` is called by all of them, in
-  // short steps only, when the tables are there and the places of the routes are not.
+  // short steps only (then it returns true), when the tables are there and the places of the routes
+  // are not.
   template <typename TablesKnown>
-  __device__ __forceinline__ void sort(int warp, int lane, TablesKnown tables_known) const {
+  __device__ __forceinline__ bool sort(int warp, int lane, TablesKnown tables_known) const {
     const int thread = warp * 32 + lane;
     if (params.peers.num_ranks == 1) {
       look_around(thread);
@@ -436,7 +437,7 @@ struct RouteSorter {
     }
     if (num_routes() > params.own_sort_routes) {
       sort_together(params.tables_offset, warp, lane);
-      return;
+      return false;
     }
     const Part all = {0, num_routes()};
     if (thread == 0) {
@@ -451,6 +452,7 @@ struct RouteSorter {
     __syncthreads();
     tables_known();
     place<true>(all, warp, lane);
+    return true;
   }
 
   // The rest of a long step's sort, when the sources are known.

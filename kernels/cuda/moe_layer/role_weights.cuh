@@ -17,9 +17,10 @@ __device__ __forceinline__ void open_step(const MoeLayerParams& params) {
   atomicMax(claim_counter(params), static_cast<unsigned long long>(params.step) << 32);
 }
 
-// The next tile of the list. The first ones are given: CTA c starts with tile c.
+// How many tiles have been claimed before. The first ones of the list are given: CTA c starts with
+// tile c.
 __device__ __forceinline__ uint32_t claim(const MoeLayerParams& params) {
-  return gridDim.x + static_cast<uint32_t>(atomicAdd(claim_counter(params), 1ull));
+  return static_cast<uint32_t>(atomicAdd(claim_counter(params), 1ull));
 }
 
 // Where a tile's weights lie: `bytes` of each unit of K, `step` apart.
@@ -42,13 +43,10 @@ __device__ __forceinline__ WeightSource weight_source(const MoeLayerParams& para
           matrix.num_units_k()};
 }
 
-// Brings the first weights of tile `index` to L2, as much as the ring will hold.
+// Brings the first weights of the CTA's first tile to L2, as much as the ring will hold.
 template <layout::WeightFormat kFormat>
-__device__ __forceinline__ void prefetch_weights(const MoeLayerParams& params, uint32_t index) {
-  const Schedule& schedule = shared_state().schedule;
-  if (index >= schedule.num_tiles) return;
-  const WeightSource source =
-      weight_source<kFormat>(params, TileAt(schedule, tile_begin(params), index));
+__device__ __forceinline__ void prefetch_weights(const MoeLayerParams& params) {
+  const WeightSource source = weight_source<kFormat>(params, shared_state().tiles[0].tile);
   const int units = min(source.units, kStageUnits * params.num_stages);
 #pragma unroll 1
   for (int unit = 0; unit < units; ++unit) {
@@ -56,9 +54,39 @@ __device__ __forceinline__ void prefetch_weights(const MoeLayerParams& params, u
   }
 }
 
+template <int... kWidths>
+__device__ __forceinline__ void describe_tile(const MoeLayerParams& params, const Tile& tile,
+                                              TileSlot& out) {
+  const uint32_t begin = route_begin(params)[tile.slot];
+  const int routes = static_cast<int>(route_begin(params)[tile.slot + 1] - begin);
+  const int pitch = TokenTileRows(routes, params.token_tile);
+  const int k = tile.phase == Phase::kFc1 ? params.hidden : params.intermediate;
+  out.tile = tile;
+  out.rows = min(pitch, routes - tile.tile_in_slot * pitch);
+  out.width = RoundUp<kWidths...>(out.rows);
+  out.num_units = (k + layout::kUnitK - 1) / layout::kUnitK;
+  out.first_route = begin + tile.tile_in_slot * pitch;
+}
+
+// Tells the other warps of tile `index` of the list, in a free slot, or that the list has ended:
+// false. Inlined where one thread is alone: a call there makes ptxas order all multiplications.
+template <int... kWidths>
+__device__ __forceinline__ bool post_tile(const MoeLayerParams& params, int slot, uint32_t index) {
+  const Schedule& schedule = shared_state().schedule;
+  TileSlot& out = shared_state().tiles[slot];
+  const bool more = index < schedule.num_tiles && !Waiter{params}.gave_up();
+  if (more) {
+    describe_tile<kWidths...>(params, TileAt(schedule, tile_begin(params), index), out);
+  } else {
+    out.rows = -1;
+  }
+  ptx::mbarrier_arrive(tile_full_barrier(slot));
+  return more;
+}
+
 template <layout::WeightFormat kFormat, int... kWidths>
 struct WeightRole {
-  static constexpr int kClaimStages = 2;  // from a claim to when its answer is looked at
+  static constexpr int kClaimStages = 3;  // from a claim to when its answer is looked at
 
   const MoeLayerParams& params;
   Waiter waiter;
@@ -68,33 +96,6 @@ struct WeightRole {
 
   __device__ __forceinline__ explicit WeightRole(const MoeLayerParams& p)
       : params(p), waiter{p}, policy(ptx::policy_evict_first()) {}
-
-  __device__ __forceinline__ void describe(const Tile& tile, TileSlot& out) const {
-    const uint32_t begin = route_begin(params)[tile.slot];
-    const int routes = static_cast<int>(route_begin(params)[tile.slot + 1] - begin);
-    const int pitch = TokenTileRows(routes, params.token_tile);
-    const int k = tile.phase == Phase::kFc1 ? params.hidden : params.intermediate;
-    out.tile = tile;
-    out.rows = min(pitch, routes - tile.tile_in_slot * pitch);
-    out.width = RoundUp<kWidths...>(out.rows);
-    out.num_units = (k + layout::kUnitK - 1) / layout::kUnitK;
-    out.first_route = begin + tile.tile_in_slot * pitch;
-  }
-
-  // Tells the other warps of tile `index` of the list, or that the list has ended: false.
-  __device__ __forceinline__ bool post(uint32_t index) {
-    const Schedule& schedule = shared_state().schedule;
-    waiter.wait(tile_empty_barrier(slot.index), slot.phase ^ 1u);
-    TileSlot& out = shared_state().tiles[slot.index];
-    const bool more = index < schedule.num_tiles && !waiter.gave_up();
-    if (more) {
-      describe(TileAt(schedule, tile_begin(params), index), out);
-    } else {
-      out.rows = -1;
-    }
-    ptx::mbarrier_arrive(tile_full_barrier(slot.index));
-    return more;
-  }
 
   // The next stage of a tile: two K units, or the one that is left.
   __device__ __forceinline__ void stream_stage(WeightSource& source) {
@@ -119,24 +120,28 @@ struct WeightRole {
     stage.advance(params.num_stages);
   }
 
-  // `claimed`: this CTA's first tile. The next one is claimed late, so that at the end of the list
-  // no CTA holds a tile that another could have begun; but the answer takes a microsecond or two to
-  // come, and the token warps three more to have the tile's first rows here, while the ring lasts
-  // five: so it is posted before the last stage of the tile in hand.
-  __device__ __forceinline__ void run(uint32_t claimed) {
+  // The CTA's first tile has been posted. The next one is claimed late, so that at the end of the
+  // list no CTA holds a tile that another could have begun; but the answer takes some two
+  // microseconds to come (nothing may look at it before), and the token warps three more to have
+  // the tile's first rows here, while the ring lasts five: so it is posted before the last stage of
+  // the tile in hand.
+  __device__ __forceinline__ void run() {
     WeightSource source = {};
-    while (post(claimed)) {
-      if (source.units > 0) stream_stage(source);
+    bool more = shared_state().tiles[0].rows > 0;
+    while (more) {
       source = weight_source<kFormat>(params, shared_state().tiles[slot.index].tile);
       slot.advance(kTileSlots);
       const int last = (source.units - 1) / kStageUnits;
+      uint32_t claimed = 0;
       for (int i = 0; i < last; ++i) {
         if (i == last - kClaimStages) claimed = claim(params);
         stream_stage(source);
       }
       if (last < kClaimStages) claimed = claim(params);
+      waiter.wait(tile_empty_barrier(slot.index), slot.phase ^ 1u);
+      more = post_tile<kWidths...>(params, slot.index, gridDim.x + claimed);
+      stream_stage(source);
     }
-    if (source.units > 0) stream_stage(source);
   }
 };
 
