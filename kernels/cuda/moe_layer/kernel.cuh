@@ -46,8 +46,8 @@ __device__ __forceinline__ void prefetch_tokens(const MoeLayerParams& params) {
 template <layout::WeightFormat kFormat, int... kWidths>
 __device__ __noinline__ void route(const MoeLayerParams& given, int warp, int lane) {
   const MoeLayerParams& params = copy_params(given, warp * 32 + lane);
-  const bool claims = warp == kExpertWarps && lane == 0;
   __syncthreads();
+  const bool claims = warp == kExpertWarps && lane == 0;
   if (warp == kWarps - 1 && lane == 0) prefetch_tokens(params);
   const bool told = RouteSorter(params).sort(warp, lane, [&] {
     // The CTA's first weights are on their way while routes are placed.

@@ -310,19 +310,12 @@ struct RouteSorter {
         lane == 0, &shared_state().schedule);
   }
 
-  // By a warp: the last slot with tile_begin <= value. Of up to 1025 entries 32 are looked at, then
-  // those between two of them.
+  // By a warp: the last slot with tile_begin <= value.
   __device__ __forceinline__ int find_last(uint32_t value, int lane) const {
     static_assert(kMaxSlots < 32 * 33);
-    const uint32_t* table = tile_begin(params);
-    const int entries = params.num_slots + 1;
-    const int stride = (entries + 31) / 32;
-    int at = lane * stride;
-    const bool below = at < entries && table[at] <= value;
-    const int first = (__popc(__ballot_sync(0xffffffffu, below)) - 1) * stride;
-    at = first + 1 + lane;
-    const bool also = lane < stride - 1 && at < entries && table[at] <= value;
-    return first + __popc(__ballot_sync(0xffffffffu, also));
+    return internal::FindLastTogether(
+        tile_begin(params), params.num_slots + 1, value,
+        [&](auto holds) { return __popc(__ballot_sync(0xffffffffu, holds(lane))); });
   }
 
   // What CTAs before this one have in each slot comes before its own.

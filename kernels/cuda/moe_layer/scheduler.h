@@ -84,6 +84,23 @@ EXPERTD_HD int FindLast(const uint32_t* table, int low, int high, uint32_t value
   return low;
 }
 
+// The same by 32 lanes at once, of up to 32 * 33 entries: 32 of them are looked at, then those
+// between two. count_lanes(holds): how many lanes there are of which holds(lane) is true.
+template <typename CountLanes>
+EXPERTD_HD int FindLastTogether(const uint32_t* table, int entries, uint32_t value,
+                                CountLanes count_lanes) {
+  const int stride = (entries + 31) / 32;
+  const int blocks = count_lanes([&](int lane) {
+    const int at = lane * stride;
+    return at < entries && table[at] <= value;
+  });
+  const int first = (blocks - 1) * stride;
+  return first + count_lanes([&](int lane) {
+           const int at = first + 1 + lane;
+           return lane < stride - 1 && at < entries && table[at] <= value;
+         });
+}
+
 // One after the other; sections without tiles are left out. `writes`: on a GPU a whole warp makes
 // the list, and one lane writes it.
 struct SectionWriter {

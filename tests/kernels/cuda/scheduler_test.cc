@@ -109,6 +109,67 @@ TEST(Scheduler, TheEndOfTheListHasLowTilesSoThatCtasFinishTogether) {
   EXPECT_EQ(TileAt(schedule, tile_begin.data(), schedule.num_tiles - 1).num_row_tiles, 2);
 }
 
+// What a warp does on a GPU.
+int FindTogether(const std::vector<uint32_t>& table, uint32_t value) {
+  return internal::FindLastTogether(table.data(), static_cast<int>(table.size()), value,
+                                    [](auto holds) {
+                                      int lanes = 0;
+                                      for (int lane = 0; lane < 32; ++lane) lanes += holds(lane);
+                                      return lanes;
+                                    });
+}
+
+TEST(Scheduler, LanesTogetherFindWhatOneFinds) {
+  std::mt19937 random(11);
+  for (const int size : {2, 3, 31, 32, 33, 34, 49, 63, 64, 65, 385, 1023, 1024, 1025}) {
+    for (int round = 0; round < 20; ++round) {
+      std::vector<uint32_t> table(1, 0);
+      while (static_cast<int>(table.size()) < size) {
+        table.push_back(table.back() + (round == 0 ? 0 : random() % (1 + round / 2)));
+      }
+      for (uint32_t value = 0; value <= table.back() + 1; value += 1 + table.back() / 400) {
+        ASSERT_EQ(FindTogether(table, value), internal::FindLast(table.data(), 0, size, value))
+            << size << " entries, value " << value;
+      }
+    }
+  }
+}
+
+TEST(Scheduler, AWarpWritesTheListThatOneThreadMakes) {
+  std::mt19937 random(12);
+  for (const Shape& shape : kShapes) {
+    for (int round = 0; round < 50; ++round) {
+      std::vector<int> routes(1 + random() % 400);
+      const int most = 1 << (round % 8);
+      for (int& count : routes) count = static_cast<int>(random() % most);
+      const auto tile_begin = TileBegin(routes, shape.cap);
+      const int num_slots = static_cast<int>(routes.size());
+      const Schedule expected = MakeSchedule(tile_begin.data(), num_slots, shape.intermediate / 32,
+                                             shape.hidden / 64, shape.num_ctas);
+      Schedule found;
+      const ScheduleShape known(num_slots, shape.intermediate / 32, shape.hidden / 64,
+                                shape.num_ctas);
+      for (const bool writes : {false, true}) {
+        WriteSchedule(
+            known, tile_begin.data(),
+            [&](uint32_t value) { return FindTogether(tile_begin, value); }, writes, &found);
+        if (!writes) {
+          ASSERT_EQ(found.num_sections, 0);
+        }
+      }
+      ASSERT_EQ(found.num_sections, expected.num_sections);
+      ASSERT_EQ(found.num_tiles, expected.num_tiles);
+      for (int s = 0; s < found.num_sections; ++s) {
+        ASSERT_EQ(found.sections[s].begin, expected.sections[s].begin);
+        ASSERT_EQ(found.sections[s].phase, expected.sections[s].phase);
+        ASSERT_EQ(found.sections[s].first_slot, expected.sections[s].first_slot);
+        ASSERT_EQ(found.sections[s].height, expected.sections[s].height);
+        ASSERT_EQ(found.sections[s].row_tiles, expected.sections[s].row_tiles);
+      }
+    }
+  }
+}
+
 TEST(TokenTiles, HoldAllRoutesAndNoTileIsEmptyOrOverTheCap) {
   for (int cap = 8; cap <= 80; cap += 8) {
     for (int routes = 0; routes <= 400; ++routes) {
