@@ -126,19 +126,66 @@ struct PartialRow {
     }
   }
 
-  // A slice crosses as BF16 in the order of its columns, or as F32 in two halves: the first four
-  // columns of every lane, then the others. Each store of a warp is one piece that way.
-  __device__ __forceinline__ void store_partial(int home, const Slice& slice,
-                                                const Columns& sum) const {
-    if (!slice.inside) return;
+  // The same of neighbouring slices of one token: visit(slice, sum) for each. While one row is
+  // added the next kInFlight - 1, of this slice and those behind it, are on their way. `here` is
+  // not 0.
+  template <int kInFlight, typename Visit>
+  __device__ __forceinline__ void add_up_slices(const TokenRoutes& routes, int begin, int end,
+                                                Visit visit) const {
+    const uint16_t* from = y + routes.first_route * hidden + lane * 8;
+    int load_slice = begin, add_slice = begin;
+    uint32_t to_load = routes.here, to_add = routes.here;
+    uint4 rows[kInFlight];
+    const auto load = [&](uint4& row) {
+      if (load_slice >= end) return;
+      const int column = load_slice * layout::kPartialColumns;
+      const int k = __ffs(to_load) - 1;
+      if (column + lane * 8 < hidden) {
+        row = __ldcg(reinterpret_cast<const uint4*>(from + (k * hidden + column)));
+      }
+      to_load &= to_load - 1;
+      if (to_load == 0) to_load = routes.here, ++load_slice;
+    };
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) load(rows[i]);
+    Columns sum = {};
+#pragma unroll 1
+    while (add_slice < end) {
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        if (add_slice >= end) continue;
+        const float weight = __shfl_sync(0xffffffffu, routes.weight, __ffs(to_add) - 1);
+        to_add &= to_add - 1;
+        if (add_slice * layout::kPartialColumns + lane * 8 < hidden) add(sum, rows[i], weight);
+        load(rows[i]);
+        if (to_add != 0) continue;
+        visit(add_slice, sum);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) sum[c] = 0;
+        to_add = routes.here;
+        ++add_slice;
+      }
+    }
+  }
+
+  // Where this lane's part of a token's partial row goes. A slice crosses as BF16 in the order of
+  // its columns, or as F32 in two halves: the first four columns of every lane, then the others.
+  // Each store of a warp is one piece that way.
+  __device__ __forceinline__ char* destination(int home, int token) const {
+    const int64_t element = int64_t{token} * hidden;
+    char* row = reinterpret_cast<char*>(partials<float>(params, params.peers.rank, home));
+    return row + element * (as_bf16 ? 2 : 4) + lane * 16;
+  }
+  __device__ __forceinline__ void store_partial(char* to, int slice, const Columns& sum) const {
+    const int begin = slice * layout::kPartialColumns;
+    const int width = min(layout::kPartialColumns, hidden - begin);
+    if (lane * 8 >= width) return;
     if (as_bf16) {
-      uint16_t* to = partials<uint16_t>(params, params.peers.rank, home) + slice.element + lane * 8;
-      *reinterpret_cast<uint4*>(to) = pack(sum);
+      *reinterpret_cast<uint4*>(to + begin * 2) = pack(sum);
     } else {
-      float* to = partials<float>(params, params.peers.rank, home) + slice.element + lane * 4;
+      to += begin * 4;
       *reinterpret_cast<float4*>(to) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-      to += slice.width / 2;
-      *reinterpret_cast<float4*>(to) = make_float4(sum[4], sum[5], sum[6], sum[7]);
+      *reinterpret_cast<float4*>(to + width * 2) = make_float4(sum[4], sum[5], sum[6], sum[7]);
     }
   }
 };

@@ -74,29 +74,20 @@ struct AnnounceRole {
     }
   }
 
-  // Until the list ends; a row that was begun is finished behind the barrier with which combine
-  // begins.
+  // Until the list ends; a row that was begun is left to the combining warps.
   __device__ __forceinline__ void return_partials() {
     PartialSender partials(params, lane);
-    bool joined = false;
-    for (;;) {
-      if (list_ended && !joined) {
-        __syncwarp();
-        ptx::barrier_sync<kCombineBarrier>(kCombiningThreads);
-        joined = true;
-      }
+    while (!list_ended) {
       if (try_go_on()) continue;
-      if (partials.home >= 0) {
-        partials.continue_token();
-      } else if (joined) {
-        break;
-      } else if (partials.active && !waiter.gave_up()) {
-        partials.begin_token();
-      } else if (!list_ended) {
+      if (partials.active && !waiter.gave_up()) {
+        partials.step();
+      } else {
         waiter.wait(next_barrier(), slot.phase);
         go_on();
       }
     }
+    __syncwarp();
+    ptx::barrier_sync<kCombineBarrier>(kCombiningThreads);
   }
 
   __device__ __forceinline__ void run_alone() {

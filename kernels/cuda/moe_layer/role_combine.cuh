@@ -16,6 +16,8 @@ namespace expertd::cuda::moe_layer {
 
 struct CombineRole : CombineWarp {
   static constexpr int kRowsAtOnce = 8;
+  static constexpr int kRowsInFlight = 8;
+  static constexpr int kRanksAtOnce = 2;
   static constexpr int kRoundItems = 4 * kExpertWarps;  // (token, slice) of a CTA and a peer
   using Columns = PartialRow::Columns;
   using Slice = PartialRow::Slice;
@@ -30,46 +32,55 @@ struct CombineRole : CombineWarp {
     const int begin = min(round * kRoundItems, count);
     return {tokens.first * slices + begin, tokens.first * slices + min(begin + kRoundItems, count)};
   }
+  // visit(token, first slice, slice behind the last) for each token that this warp has a part of.
+  template <typename Visit>
+  __device__ __forceinline__ void for_each_token(const Run& run, int slices, Visit visit) const {
+    const Run mine = warp_run(run);
+    if (mine.begin >= mine.end) return;
+    int token = mine.begin / slices;
+    int begin = mine.begin - token * slices;
+#pragma unroll 1
+    for (int left = mine.end - mine.begin; left > 0; ++token) {
+      const int end = min(begin + left, slices);
+      visit(token, begin, end);
+      left -= end - begin;
+      begin = 0;
+    }
+  }
 
   // --- tokens of peers
 
-  // Whether the announcing warp has returned a token; `base`: index of the peer's first token.
-  __device__ __forceinline__ bool was_returned(int base, int home, int token, bool early) const {
-    const int num_tokens = shared_state().sources.num_tokens[home];
-    if (!early) return false;
-    const int index = base + token - tokens_of(num_tokens).first;
-    return index < kMaxReturnKeys && shared_state().return_keys[index] == kNothingToReturn;
+  // What the announcing warp has done for a token, if it has done anything: kNothingToReturn or
+  // kStored + slices. `base`: index of the peer's first token.
+  __device__ __forceinline__ int return_key(int base, int home, int token, bool early) const {
+    if (!early) return 0;
+    const int index = base + token - tokens_of(shared_state().sources.num_tokens[home]).first;
+    return index < kMaxReturnKeys ? shared_state().return_keys[index] : 0;
   }
 
   __device__ __forceinline__ void return_items(int home, const Run& run, int slices, int base,
                                                bool early) const {
-    const Run mine = warp_run(run);
-    int known = -1;
-    bool skip = false;
-    TokenRoutes routes;
-    for (int item = mine.begin; item < mine.end; ++item) {
-      const Slice slice = row.slice_at(item, slices);
-      if (slice.token != known) {
-        known = slice.token;
-        skip = was_returned(base, home, known, early);
-        if (!skip) routes = row.routes_of(home, known);
-      }
-      if (skip || routes.here == 0) continue;
-      Columns sum = {};
-      row.add_up<kRowsAtOnce>(routes, slice, sum);
-      row.store_partial(home, slice, sum);
-    }
+    for_each_token(run, slices, [&](int token, int begin, int end) {
+      const int key = return_key(base, home, token, early);
+      if (key >= kStored) begin = max(begin, key - kStored);
+      if (begin >= end) return;
+      const TokenRoutes routes = row.routes_of(home, token);
+      if (routes.here == 0) return;
+      char* to = row.destination(home, token);
+      row.add_up_slices<kRowsInFlight>(
+          routes, begin, end, [&](int at, const Columns& sum) { row.store_partial(to, at, sum); });
+    });
   }
 
   // One warp, when all have stored: a fence at system scope waits for every store of the SM on its
-  // way, so there are few of them. Items without a partial row are flagged too; nobody looks. Those
-  // that the announcing warp returns are flagged by it alone, when they have arrived.
+  // way, so there are few of them. It covers what the announcing warp stored of tokens that it has
+  // not flagged, too. Items without a partial row are flagged as well; nobody looks.
   __device__ __forceinline__ void flag_items(int home, const Run& run, int slices, int base,
                                              bool early) const {
     uint32_t* flags = partial_flags(params, params.peers.rank, home);
     ptx::fence_acq_rel_sys();
     for (int item = run.begin + lane; item < run.end; item += 32) {
-      if (!was_returned(base, home, item / slices, early)) {
+      if (return_key(base, home, item / slices, early) != kNothingToReturn) {
         ptx::st_relaxed_sys(flags + item, params.step);
       }
     }
@@ -97,42 +108,76 @@ struct CombineRole : CombineWarp {
 
   // --- this rank's tokens
 
-  // total += what `owner` sent.
-  __device__ __forceinline__ void add_partial(int owner, const Slice& slice, Columns& total) const {
+  // A lane's columns of a slice as they came.
+  struct Sent {
+    uint4 low;
+    uint4 high;  // not in BF16
+  };
+  __device__ __forceinline__ void load(int owner, const Slice& slice, Sent& sent) const {
     if (!slice.inside) return;
-    if (params.partials_bf16) {
+    if (row.as_bf16) {
       const uint16_t* from = partials<uint16_t>(params, owner, params.peers.rank);
-      PartialRow::add(
-          total, __ldcg(reinterpret_cast<const uint4*>(from + slice.element + lane * 8)), 1.0f);
+      sent.low = __ldcg(reinterpret_cast<const uint4*>(from + slice.element + lane * 8));
       return;
     }
     const float* from =
         partials<float>(params, owner, params.peers.rank) + slice.element + lane * 4;
-    const float4 low = __ldcg(reinterpret_cast<const float4*>(from));
-    const float4 high = __ldcg(reinterpret_cast<const float4*>(from + slice.width / 2));
-    total[0] += low.x, total[1] += low.y, total[2] += low.z, total[3] += low.w;
-    total[4] += high.x, total[5] += high.y, total[6] += high.z, total[7] += high.w;
+    sent.low = __ldcg(reinterpret_cast<const uint4*>(from));
+    sent.high = __ldcg(reinterpret_cast<const uint4*>(from + slice.width / 2));
+  }
+  __device__ __forceinline__ void add(const Slice& slice, const Sent& sent, Columns& total) const {
+    if (!slice.inside) return;
+    if (row.as_bf16) return PartialRow::add(total, sent.low, 1.0f);
+    const uint32_t words[8] = {sent.low.x,  sent.low.y,  sent.low.z,  sent.low.w,
+                               sent.high.x, sent.high.y, sent.high.z, sent.high.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) total[i] += __uint_as_float(words[i]);
   }
 
-  __device__ __forceinline__ void wait_for_partial(int owner, int token, int item) const {
-    const uint32_t* flag = partial_flags(params, owner, params.peers.rank) + item;
-    (void)waiter.wait_for_peer({kWaitPartials, static_cast<uint32_t>(token), owner},
-                               [&] { return ptx::ld_acquire_sys(flag); });
+  // Slices begin .. end - 1 of a token, of all of `owners` at once: a lane each.
+  __device__ __forceinline__ void wait_for_partials(uint32_t owners, int token, int begin, int end,
+                                                    int slices) const {
+    const int num_ranks = params.peers.num_ranks;
+    const int at_once = 32 / num_ranks;
+    const int owner = lane % num_ranks;
+    const bool waits = (owners >> owner & 1u) != 0 && lane / num_ranks < at_once;
+    const uint32_t* flags =
+        partial_flags(params, waits ? owner : 0, params.peers.rank) + token * slices;
+#pragma unroll 1
+    for (; begin < end; begin += at_once) {
+      const int slice = begin + lane / num_ranks;
+      (void)waiter.wait_for_peer({kWaitPartials, static_cast<uint32_t>(token), owner}, [&] {
+        return waits && slice < end ? ptx::ld_acquire_sys(flags + slice) : params.step;
+      });
+    }
   }
 
-  __device__ __forceinline__ void combine(const TokenRoutes& routes, const Slice& slice,
-                                          int item) const {
+  // All loads of a slice are on their way before the first is used.
+  __device__ __forceinline__ void combine(const TokenRoutes& routes, const Slice& slice) const {
+    const int rank = params.peers.rank;
+    Columns own = {};
     Columns total = {};
 #pragma unroll 1
-    for (uint32_t left = routes.owners; left != 0; left &= left - 1) {
-      const int owner = __ffs(left) - 1;
-      if (owner == params.peers.rank) {
-        Columns sum = {};
-        row.add_up<kRowsAtOnce>(routes, slice, sum);
-        add_own(sum, total);
-      } else {
-        wait_for_partial(owner, slice.token, item);
-        add_partial(owner, slice, total);
+    for (uint32_t left = routes.owners; left != 0;) {
+      Sent sent[kRanksAtOnce];
+      uint32_t to_load = left;
+#pragma unroll
+      for (int i = 0; i < kRanksAtOnce; ++i) {
+        const int owner = __ffs(to_load) - 1;
+        to_load &= to_load - 1;
+        if (owner >= 0 && owner != rank) load(owner, slice, sent[i]);
+      }
+      if (left == routes.owners) row.add_up<kRowsAtOnce>(routes, slice, own);
+#pragma unroll
+      for (int i = 0; i < kRanksAtOnce; ++i) {
+        if (left == 0) continue;
+        const int owner = __ffs(left) - 1;
+        left &= left - 1;
+        if (owner == rank) {
+          add_own(own, total);
+        } else {
+          add(slice, sent[i], total);
+        }
       }
     }
     if (slice.inside) store(total, slice.element + lane * 8);
@@ -155,15 +200,12 @@ struct CombineRole : CombineWarp {
   }
 
   __device__ __forceinline__ void combine_own(const Run& run, int slices) const {
-    const Run mine = warp_run(run);
-    int known = -1;
-    TokenRoutes routes;
-    for (int item = mine.begin; item < mine.end && !waiter.gave_up(); ++item) {
-      const Slice slice = row.slice_at(item, slices);
-      if (slice.token != known) routes = row.routes_of(params.peers.rank, slice.token);
-      known = slice.token;
-      combine(routes, slice, item);
-    }
+    for_each_token(run, slices, [&](int token, int begin, int end) {
+      if (waiter.gave_up()) return;
+      const TokenRoutes routes = row.routes_of(params.peers.rank, token);
+      wait_for_partials(routes.owners & ~(1u << params.peers.rank), token, begin, end, slices);
+      for (int at = begin; at < end; ++at) combine(routes, row.slice_of(token, at));
+    });
   }
 
   // Several ranks go in rounds, the same tokens of a rank at the same time everywhere, so that a

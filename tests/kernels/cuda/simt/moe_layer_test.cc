@@ -204,6 +204,27 @@ TEST(SimtMoeLayer, BitsAreThoseOfAWholeRowHoweverItCrosses) {
   }
 }
 
+// Rows of five slices with so many routes that they are returned a few slices at a time: when the
+// list ends a token may have been begun at any of them.
+TEST(SimtMoeLayer, ATokenBegunWhenTheListEndsIsFinishedByCombine) {
+  const HostLayer layer = testing::MakeRandomLayer(Spec(1216, 64, 12, Recipe::kMxfp4), 17);
+  std::vector<RankLayer::Batches> steps;
+  for (const int32_t top_k : {14, 20, 32}) {
+    steps.push_back(Batches(layer.spec, {9, 16}, top_k, Routing::kSkewed, 18));
+  }
+  for (const bool bf16 : {false, true}) {
+    for (const uint64_t seed : {8, 9}) {
+      SCOPED_TRACE(absl::StrCat(bf16 ? "BF16" : "F32", ", seed ", seed));
+      RankLayer run(
+          layer, PlacementOf(12, 2),
+          {.num_ctas = 2, .max_tokens = 16, .max_top_k = 32, .partials_bf16 = bf16, .seed = seed});
+      const auto outputs = run.Run(steps);
+      ASSERT_EQ(run.error(), "");
+      for (size_t s = 0; s < steps.size(); ++s) ExpectRight(layer, steps[s], outputs[s]);
+    }
+  }
+}
+
 TEST(SimtMoeLayer, ARowsBitsDependNeitherOnItsNeighboursNorOnTheGrid) {
   const HostLayer layer = testing::MakeRandomLayer(Spec(192, 128, 6, Recipe::kMxfp4), 3);
   const HostBatch all = testing::MakeRandomBatch(layer.spec, 40, 3, Routing::kSkewed, 9);
