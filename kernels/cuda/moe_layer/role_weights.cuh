@@ -8,19 +8,17 @@
 // FC1 still runs.
 namespace expertd::cuda::moe_layer {
 
-__device__ __forceinline__ unsigned long long* claim_counter(const MoeLayerParams& params) {
-  return reinterpret_cast<unsigned long long*>(&params.local.head->claim);
-}
-
 // Moves the counter to this step, whoever comes first.
 __device__ __forceinline__ void open_step(const MoeLayerParams& params) {
-  atomicMax(claim_counter(params), static_cast<unsigned long long>(params.step) << 32);
+  atomicMax(reinterpret_cast<unsigned long long*>(&params.local.head->claim),
+            static_cast<unsigned long long>(params.step) << 32);
 }
 
-// How many tiles have been claimed before. The first ones of the list are given: CTA c starts with
-// tile c.
-__device__ __forceinline__ uint32_t claim(const MoeLayerParams& params) {
-  return static_cast<uint32_t>(atomicAdd(claim_counter(params), 1ull));
+// By lane 0: how many tiles have been claimed before. The first ones of the list are given: CTA c
+// starts with tile c. Nothing waits for the answer until it is used; if what is added were known to
+// be the same for all lanes, the compiler would gather a warp's threads and wait for it at once.
+__device__ __forceinline__ uint64_t claim(const MoeLayerParams& params) {
+  return ptx::atom_add_relaxed_gpu(&params.local.head->claim, 1 + ptx::lane_id());
 }
 
 // Where a tile's weights lie: `bytes` of each unit of K, `step` apart.
@@ -131,15 +129,14 @@ struct WeightRole {
     while (more) {
       source = weight_source<kFormat>(params, shared_state().tiles[slot.index].tile);
       slot.advance(kTileSlots);
-      const int last = (source.units - 1) / kStageUnits;
-      uint32_t claimed = 0;
-      for (int i = 0; i < last; ++i) {
-        if (i == last - kClaimStages) claimed = claim(params);
-        stream_stage(source);
-      }
-      if (last < kClaimStages) claimed = claim(params);
+      int left = (source.units - 1) / kStageUnits;
+      for (; left > kClaimStages; --left) stream_stage(source);
+      const uint64_t claimed = claim(params);
+      for (; left > 0; --left) stream_stage(source);
       waiter.wait(tile_empty_barrier(slot.index), slot.phase ^ 1u);
-      more = post_tile<kWidths...>(params, slot.index, gridDim.x + claimed);
+      const bool of_step = claimed >> 32 == params.step;  // or this kernel has been overtaken
+      const uint32_t index = gridDim.x + static_cast<uint32_t>(claimed);
+      more = post_tile<kWidths...>(params, slot.index, of_step ? index : ~0u);
       stream_stage(source);
     }
   }

@@ -39,13 +39,14 @@ __device__ __forceinline__ uint32_t ld_acquire_sys(const uint32_t* address) {
 }
 
 // 16 bytes, aligned, as one: the memory model never shows a part of such a store. (The elements of
-// a vector are accesses of their own.)
+// a vector are accesses of their own.) The load is an mmio one because those are done as they are
+// written: where only some words are used, ptxas makes several narrow loads of a plain relaxed one.
 __device__ __forceinline__ uint4 ld_relaxed_sys_b128(const void* address) {
   uint64_t low, high;
   asm volatile(
       "{\n"
       ".reg .b128 value;\n"
-      "ld.relaxed.sys.global.b128 value, [%2];\n"
+      "ld.mmio.relaxed.sys.global.b128 value, [%2];\n"
       "mov.b128 {%0, %1}, value;\n"
       "}"
       : "=l"(low), "=l"(high)
@@ -76,6 +77,16 @@ __device__ __forceinline__ void st_release_sys(uint32_t* address, uint32_t value
 
 __device__ __forceinline__ void st_relaxed_gpu(uint32_t* address, uint32_t value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// The value before.
+__device__ __forceinline__ uint64_t atom_add_relaxed_gpu(uint64_t* address, uint64_t value) {
+  uint64_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(address), "l"(value)
+               : "memory");
+  return before;
 }
 
 __device__ __forceinline__ void fence_acq_rel_gpu() {

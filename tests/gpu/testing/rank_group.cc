@@ -152,16 +152,23 @@ void RankGroup::ClearWorkspaces() {
   step_ = 0;
 }
 
-// Regions that hold data; flags and counters stay. A record becomes one of no step.
+// Regions that hold data; flags and counters stay, and so does the step of a record.
 void RankGroup::PoisonData(int rank, cudaStream_t stream) {
+  constexpr size_t kRecord = 16, kWithoutStep = 12;
   const layout::WorkspaceOffsets offsets = layout::PlanWorkspace(shape_);
-  const std::pair<int64_t, int64_t> regions[] = {{offsets.route_records, offsets.token_flags},
-                                                 {offsets.tokens, offsets.partial_flags},
+  const auto at = [&](int64_t offset) { return site_->peers(rank).at<char>(rank, offset); };
+  const std::pair<int64_t, int64_t> regions[] = {{offsets.tokens, offsets.partial_flags},
                                                  {offsets.partials, offsets.routes},
                                                  {offsets.h, offsets.bytes}};
   for (const auto& [begin, end] : regions) {
-    EXPECT_EQ(cudaMemsetAsync(site_->peers(rank).at<char>(rank, begin), 0xff,
-                              static_cast<size_t>(end - begin), stream),
+    EXPECT_EQ(cudaMemsetAsync(at(begin), 0xff, static_cast<size_t>(end - begin), stream),
+              cudaSuccess);
+  }
+  const std::pair<int64_t, int64_t> records[] = {{offsets.route_records, offsets.token_flags},
+                                                 {offsets.partial_records, offsets.partials}};
+  for (const auto& [begin, end] : records) {
+    EXPECT_EQ(cudaMemset2DAsync(at(begin), kRecord, 0xff, kWithoutStep,
+                                static_cast<size_t>(end - begin) / kRecord, stream),
               cudaSuccess);
   }
 }
