@@ -29,6 +29,10 @@ __device__ __forceinline__ void init_barriers(bool joined) {
     ptx::mbarrier_init(ptx::shared_address(&state->tile_empty[i]), kTokenWarps + 1);
     ptx::mbarrier_init(ptx::shared_address(&state->tile_done[i]), kExpertWarps);
   }
+  for (int i = 0; i < kRoundSlots; ++i) {
+    ptx::mbarrier_init(ptx::shared_address(&state->round_stored[i]), kExpertWarps);
+    ptx::mbarrier_init(ptx::shared_address(&state->round_flagged[i]), 1);
+  }
   state->gave_up = kNoFault;
   ptx::fence_mbarrier_init();
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/cuda/moe_layer/role_combine.cuh"
 #include "kernels/cuda/moe_layer/role_dispatch.cuh"
 #include "kernels/cuda/moe_layer/role_return.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
@@ -9,7 +10,7 @@
 // stored theirs, one fence for all of them (it covers what this warp has observed) and a flag for
 // each 64-row tile. The multiplying warps never wait for their own stores. While a tile is being
 // computed the warp talks to the peers, if this step leaves that to it: first it sends tokens, then
-// it returns partial rows.
+// it returns partial rows. At last it flags those that the combining warps return.
 namespace expertd::cuda::moe_layer {
 
 struct AnnounceRole {
@@ -107,6 +108,7 @@ static __device__ __noinline__ void announce_tiles_of_ranks(const MoeLayerParams
   AnnounceRole role(params, lane);
   role.send_tokens();
   role.return_partials();
+  CombineRole(params, params, 0, lane).flag_rounds();
 }
 static __device__ __noinline__ void announce_tiles(const MoeLayerParams& params, int lane) {
   if (params.peers.num_ranks > 1) return announce_tiles_of_ranks(params, lane);

@@ -19,6 +19,8 @@ struct CombineRole : CombineWarp {
   static constexpr int kRowsInFlight = 8;
   static constexpr int kRanksAtOnce = 2;
   static constexpr int kRoundItems = 4 * kExpertWarps;  // (token, slice) of a CTA and a peer
+  static constexpr int kRoundLag = 2;                   // rounds between returning and adding up
+  static_assert(kRoundLag <= kRoundSlots);
   using Columns = PartialRow::Columns;
   using Slice = PartialRow::Slice;
   using TokenRoutes = PartialRow::TokenRoutes;
@@ -72,38 +74,41 @@ struct CombineRole : CombineWarp {
     });
   }
 
-  // One warp, when all have stored: a fence at system scope waits for every store of the SM on its
-  // way, so there are few of them. It covers what the announcing warp stored of tokens that it has
-  // not flagged, too. Items without a partial row are flagged as well; nobody looks.
-  __device__ __forceinline__ void flag_items(int home, const Run& run, int slices, int base,
-                                             bool early) const {
-    uint32_t* flags = partial_flags(params, params.peers.rank, home);
-    ptx::fence_acq_rel_sys();
-    for (int item = run.begin + lane; item < run.end; item += 32) {
-      if (return_key(base, home, item / slices, early) != kNothingToReturn) {
-        ptx::st_relaxed_sys(flags + item, params.step);
-      }
-    }
+  // What a CTA returns in a round, of every peer's items.
+  __device__ __forceinline__ bool returns() const {
+    return !waiter.gave_up() && params.stall != kStallPartials;
   }
-
-  // The CTA's part of a round of every peer's items.
-  __device__ __forceinline__ void return_partials(int slices, int round, bool early) const {
-    const bool returns = !waiter.gave_up() && params.stall != kStallPartials;
+  template <typename Visit>
+  __device__ __forceinline__ void for_each_peer(int slices, int round, Visit visit) const {
     int base = 0;
+#pragma unroll 1
     for (int home = 0; home < params.peers.num_ranks; ++home) {
       if (home == params.peers.rank) continue;
       const int num_tokens = shared_state().sources.num_tokens[home];
-      Run run = {0, 0};
-      if (returns) {
-        run = run_of(num_tokens, slices, round);
-        return_items(home, run, slices, base, early);
-      }
-      ptx::barrier_sync<kReturnBarrier>(kExpertWarps * 32);
-      if (warp == (round + home) % kExpertWarps && run.begin < run.end && !waiter.gave_up()) {
-        flag_items(home, run, slices, base, early);
-      }
+      visit(home, run_of(num_tokens, slices, round), base);
       base += tokens_of(num_tokens).count;
     }
+  }
+  __device__ __forceinline__ void return_round(int slices, int round, bool early) const {
+    if (!returns()) return;
+    for_each_peer(slices, round, [&](int home, const Run& run, int base) {
+      return_items(home, run, slices, base, early);
+    });
+  }
+
+  // By the announcing warp. Its fence covers what it stored itself of tokens that it has not
+  // flagged, too. Items without a partial row are flagged as well; nobody looks.
+  __device__ __forceinline__ void flag_round(int slices, int round, bool early) const {
+    if (!returns()) return;
+    ptx::fence_acq_rel_sys();
+    for_each_peer(slices, round, [&](int home, const Run& run, int base) {
+      uint32_t* flags = partial_flags(params, params.peers.rank, home);
+      for (int item = run.begin + lane; item < run.end; item += 32) {
+        if (return_key(base, home, item / slices, early) != kNothingToReturn) {
+          ptx::st_relaxed_sys(flags + item, params.step);
+        }
+      }
+    });
   }
 
   // --- this rank's tokens
@@ -208,24 +213,52 @@ struct CombineRole : CombineWarp {
     });
   }
 
-  // Several ranks go in rounds, the same tokens of a rank at the same time everywhere, so that a
-  // round waits for partial rows of that round only. They are added up when those of the next round
-  // have been sent: by then they have had the time to come.
-  __device__ __forceinline__ void combine_in_rounds() const {
-    const int slices = layout::NumPartialSlices(params.hidden);
-    const bool early = returns_early(params);
+  __device__ __forceinline__ int num_rounds(int slices) const {
     int most = 0;
 #pragma unroll 1
     for (int rank = 0; rank < params.peers.num_ranks; ++rank) {
       most = max(most, tokens_of(shared_state().sources.num_tokens[rank]).count * slices);
     }
-    const int rounds = (most + kRoundItems - 1) / kRoundItems;
+    return (most + kRoundItems - 1) / kRoundItems;
+  }
+
+  // Several ranks go in rounds, the same tokens of a rank at the same time everywhere, so that a
+  // round waits for partial rows of that round only. They are added up when those of the rounds
+  // behind it have been stored: by then they have had the time to come. A fence at system scope
+  // waits until the link has taken every store of the SM, so one warp that has nothing else to do
+  // fences and flags, at most kRoundSlots rounds behind.
+  __device__ __forceinline__ void combine_in_rounds() const {
+    const int slices = layout::NumPartialSlices(params.hidden);
+    const bool early = returns_early(params);
+    const int rounds = num_rounds(slices);
+    PipelineState slot;
 #pragma unroll 1
-    for (int round = 0; round <= rounds; ++round) {
-      if (round < rounds) return_partials(slices, round, early);
-      if (round > 0) {
-        combine_own(run_of(params.num_tokens, slices, round - 1), slices);
+    for (int round = 0; round < rounds + kRoundLag; ++round) {
+      if (round < rounds) {
+        waiter.wait(round_flagged_barrier(slot.index), slot.phase ^ 1u);
+        return_round(slices, round, early);
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(round_stored_barrier(slot.index));
+        slot.advance(kRoundSlots);
       }
+      if (round >= kRoundLag)
+        combine_own(run_of(params.num_tokens, slices, round - kRoundLag), slices);
+    }
+  }
+
+  // By the announcing warp meanwhile.
+  __device__ __forceinline__ void flag_rounds() const {
+    const int slices = layout::NumPartialSlices(params.hidden);
+    const bool early = returns_early(params);
+    PipelineState slot;
+#pragma unroll 1
+    for (int round = 0, rounds = num_rounds(slices); round < rounds; ++round) {
+      waiter.wait(round_stored_barrier(slot.index), slot.phase);
+      __syncwarp();
+      flag_round(slices, round, early);
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(round_flagged_barrier(slot.index));
+      slot.advance(kRoundSlots);
     }
   }
 };

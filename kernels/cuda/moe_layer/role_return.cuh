@@ -30,7 +30,7 @@ static_assert(kMaxSlots < kStored, "a slot is no other key");
 
 struct PartialSender {
   static constexpr int kRowsInFlight = 6;
-  static constexpr int kRowsAtOnce = 24;   // between two looks at what else there is to do
+  static constexpr int kRowsAtOnce = 12;   // between two looks at what else there is to do
   static constexpr int kTokensAtOnce = 4;  // most tokens between two fences
 
   const MoeLayerParams& params;

@@ -51,7 +51,9 @@ struct SharedState {
   uint64_t tile_full[kTileSlots];    // tile claimed: 1 arrival
   uint64_t tile_done[kTileSlots];    // results stored: kExpertWarps arrivals
   uint64_t tile_empty[kTileSlots];   // slot free: kTokenWarps arrivals + 1 of the announcing warp
-  uint32_t gave_up;                  // FaultCode of the CTA's first failed wait
+  uint64_t round_stored[kRoundSlots];   // combine: partial rows stored: kExpertWarps arrivals
+  uint64_t round_flagged[kRoundSlots];  // and flagged: 1 arrival of the announcing warp
+  uint32_t gave_up;                     // FaultCode of the CTA's first failed wait
   Sources sources;
   int64_t list_begin;  // of the step's list of routes, among layout::ListEntries
   Schedule schedule;
@@ -91,6 +93,12 @@ __device__ __forceinline__ uint32_t tile_done_barrier(int slot) {
 }
 __device__ __forceinline__ uint32_t tile_empty_barrier(int slot) {
   return ptx::shared_address(shared_state().tile_empty) + slot * 8;
+}
+__device__ __forceinline__ uint32_t round_stored_barrier(int slot) {
+  return ptx::shared_address(shared_state().round_stored) + slot * 8;
+}
+__device__ __forceinline__ uint32_t round_flagged_barrier(int slot) {
+  return ptx::shared_address(shared_state().round_flagged) + slot * 8;
 }
 
 // Ring memory, as shared addresses. Weights: [unit of K][64-row tile] packed units. Tokens: [64 of

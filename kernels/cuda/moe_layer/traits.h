@@ -29,7 +29,6 @@ static_assert(kExpertRegisters * kExpertWarps + kProducerRegisters * (kWarps - k
 // Warps that combine and the announcing one: the outputs are there, and what was returned early.
 inline constexpr int kCombineBarrier = 1;
 inline constexpr int kCombiningThreads = (kExpertWarps + 1) * 32;
-inline constexpr int kReturnBarrier = 2;  // warps that combine: a round's partial rows are stored
 
 inline constexpr int kMaxStages = 6;
 inline constexpr int kMaxTokenTile = 80;
@@ -43,6 +42,7 @@ constexpr int VariantFor(int token_tile) {
   while (variant + 1 < kNumVariants && kVariantTokens[variant] < token_tile) ++variant;
   return variant;
 }
+inline constexpr int kRoundSlots = 3;       // rounds of combine whose partial rows wait for flags
 inline constexpr int kTileSlots = 3;        // tiles between the claiming warp and the last consumer
 inline constexpr int kStateBytes = 3072;    // barriers and tiles at the head of shared memory
 inline constexpr int kSendWindow = 128;     // tokens of a CTA that are sent in one order
