@@ -8,7 +8,7 @@
 // once to every rank that has a route of it, itself included: token warps find all rows in one
 // place. Nobody is waited for. CTA c sends tokens c, c + grid, ...
 //   send_routes   some warps of some CTAs, first of all
-//   send_first    all warps, the CTA's first rows while the peers' routes are under way
+//   send_first    most warps, the CTA's first rows while others wait for the peers' routes
 //   flag_first    one warp while another makes the tables
 //   TokenSender   one warp beside its other work, the rows that longer steps have more
 namespace expertd::cuda::moe_layer {
@@ -147,19 +147,21 @@ static_assert(kSendWindow <= 256 && kMaxSlots < SendOrder::kNobody);
 // Rows that go out at the start.
 inline constexpr int kRowsAtStart = 4;
 
+// By warps from kFirstSendingWarp on, `thread` counted from there.
 template <typename SlotOf>
 __device__ __forceinline__ void send_first(const MoeLayerParams& params, int thread,
                                            SlotOf slot_of) {
   const SendOrder order{params};
   if (order.is_empty() || params.stall == kStallTokens) return;
-  order.look_up(thread, kThreads, slot_of);
-  __syncthreads();
+  order.look_up(thread, kSendingThreads, slot_of);
+  ptx::barrier_sync<kSendBarrier>(kSendingThreads);
   uint32_t place = 0;
   for (int i = 0; i < kRowsAtStart; ++i) {
     place = order.next(place, thread % 32);
     if (place == SendOrder::kEnd) break;
     const int index = SendOrder::index_of(place);
-    send_row<2>(params, order.token_at(index), order.window().owners[index], thread, kThreads);
+    send_row<2>(params, order.token_at(index), order.window().owners[index], thread,
+                kSendingThreads);
   }
 }
 

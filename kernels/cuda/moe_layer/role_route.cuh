@@ -351,7 +351,7 @@ struct RouteSorter {
   // Whose tokens there are: until every peer has said so. Nothing comes from a rank that was given
   // up. Ends with a barrier.
   __device__ __forceinline__ void find_sources(int warp, int lane) const {
-    if (warp == 1) {  // the first one still sends
+    if (warp == 1) {
       const int rank = params.peers.rank;
       const bool peer = lane < params.peers.num_ranks && lane != rank;
       layout::RouteRecord header = layout::RouteHeader(params.step, 0, 1);
@@ -384,10 +384,12 @@ struct RouteSorter {
     send_routes(params, thread);
     fill_table(thread);
     __syncthreads();
-    send_first(params, thread, [&](int route, int id) {
-      const uint16_t slot = own_slot(route, id);
-      return slot == kNowhere ? -1 : int{slot};
-    });
+    if (warp >= kFirstSendingWarp) {
+      send_first(params, thread - kFirstSendingWarp * 32, [&](int route, int id) {
+        const uint16_t slot = own_slot(route, id);
+        return slot == kNowhere ? -1 : int{slot};
+      });
+    }
     find_sources(warp, lane);
     if (num_routes() <= params.own_sort_routes) fill_cache<3>({0, num_routes()}, warp, lane);
   }

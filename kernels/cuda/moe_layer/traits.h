@@ -29,6 +29,11 @@ static_assert(kExpertRegisters * kExpertWarps + kProducerRegisters * (kWarps - k
 // Warps that combine and the announcing one: the outputs are there, and what was returned early.
 inline constexpr int kCombineBarrier = 1;
 inline constexpr int kCombiningThreads = (kExpertWarps + 1) * 32;
+// Warps that send the CTA's first rows, while others wait for the peers' routes: their order is
+// known.
+inline constexpr int kSendBarrier = 2;
+inline constexpr int kFirstSendingWarp = 4;
+inline constexpr int kSendingThreads = (kWarps - kFirstSendingWarp) * 32;
 
 inline constexpr int kMaxStages = 6;
 inline constexpr int kMaxTokenTile = 80;
