@@ -161,7 +161,7 @@ class EpMoeStopTest : public testing::EpTest {};
 INSTANTIATE_TEST_SUITE_P(Ranks, EpMoeStopTest, ::testing::ValuesIn(testing::kEpSites),
                          testing::EpSiteName);
 
-// All wait for the last rank's ids; the first one is told to stop long before its limit.
+// All wait for the last rank's routes; the first one is told to stop long before its limit.
 TEST_P(EpMoeStopTest, TheStopWordOfOneRankEndsThatRankAtOnceAndTheOthersAtTheirLimit) {
   Scene scene(GetParam());
   ASSERT_NE(scene.group, nullptr);

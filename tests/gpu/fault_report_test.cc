@@ -88,6 +88,24 @@ TEST(FaultReportTest, ACtaThatDoesNotComeToTheSortIsTheRanksOwnFaultAndNamed) {
   EXPECT_THAT(Text(status), HasSubstr("; rank 1 did not answer in 500 ms: on rank 0 routing"));
 }
 
+TEST(FaultReportTest, WhatOfAPeersRoutesDidNotComeIsNamed) {
+  RankResult waited = Fault(0, moe_layer::kWaitRoutes, 1);
+  EXPECT_THAT(Text(DescribeFailure({waited, Ended(1)})),
+              HasSubstr("on rank 0 routing waited for route 16 of the peer ("));
+  waited.fault.tile = 0;
+  EXPECT_THAT(Text(DescribeFailure({waited, Ended(1)})),
+              HasSubstr("on rank 0 routing waited for the peer's number of routes ("));
+}
+
+// A rank's own rows are waited for like those of a peer.
+TEST(FaultReportTest, AWaitForRowsOfItsOwnTokensIsTheRanksOwnFault) {
+  const absl::Status status =
+      DescribeFailure({Ended(0), Fault(1, moe_layer::kWaitTokens, 1), Ended(2)});
+  EXPECT_TRUE(absl::IsDeadlineExceeded(status));
+  EXPECT_THAT(Text(status), StartsWith("rank 1 gave the step up: an FC1 tile waited for row 17 of "
+                                       "rank 1 (kernel step 9, "));
+}
+
 TEST(FaultReportTest, OneRankIsNotNumbered) {
   const absl::Status stopped = DescribeFailure({Fault(0, moe_layer::kStopped, 0)});
   EXPECT_TRUE(absl::IsDeadlineExceeded(stopped));

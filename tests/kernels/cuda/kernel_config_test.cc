@@ -4,6 +4,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/cuda/moe_layer/params.h"
 #include "kernels/cuda/moe_layer/traits.h"
 
 namespace expertd::cuda {
@@ -27,7 +28,7 @@ TEST(KernelConfig, EveryShapeAndStepFitsSharedMemoryWithEnoughStages) {
         EXPECT_GE(config->num_stages, 3) << config->ToString();
         EXPECT_LE(config->num_stages, moe_layer::kMaxStages);
         EXPECT_GE(config->num_token_stages, 3) << config->ToString();
-        EXPECT_LE(config->num_token_stages, moe_layer::kMaxStages);
+        EXPECT_LE(config->num_token_stages, config->num_stages) << config->ToString();
         EXPECT_TRUE(moe_layer::HasWidth(layer.format, config->token_tile)) << config->ToString();
         EXPECT_LE(config->token_tile,
                   moe_layer::kVariantTokens[moe_layer::VariantFor(config->token_tile)]);
@@ -37,7 +38,8 @@ TEST(KernelConfig, EveryShapeAndStepFitsSharedMemoryWithEnoughStages) {
   }
 }
 
-// Counts, the table of experts, and the slot of every route of a step that each CTA sorts alone.
+// Counts, the table of experts, the slot of every route of a step that each CTA sorts alone, and a
+// copy of the parameters.
 TEST(KernelConfig, TheRingsHoldWhatSortingNeeds) {
   for (const LayerShape& layer : kShapes) {
     for (const int tokens : {0, 1, 64, 256, 512, 8192}) {
@@ -45,7 +47,8 @@ TEST(KernelConfig, TheRingsHoldWhatSortingNeeds) {
       ASSERT_TRUE(config.ok());
       const int rings = config->shared_bytes - moe_layer::kStateBytes - 8 * (layer.num_slots + 1);
       EXPECT_GE(rings, moe_layer::kWarps * layer.num_slots * 4 + layer.num_experts * 2 +
-                           layout::kOwnSortRoutes * 2)
+                           layout::kOwnSortRoutes * 2 +
+                           static_cast<int>((sizeof(moe_layer::MoeLayerParams) + 15) / 16 * 16))
           << config->ToString();
     }
   }

@@ -1,8 +1,14 @@
 #!/usr/bin/env python3
-"""What the compiler made of the fused kernel: the multiplying loop is as fast as its worst habit.
+"""What the compiler made of the fused kernel, where it says nothing or only notes what it did.
 
-ptxas orders all multiplications one behind the other when it finds too few registers (C7512) and says so in a
-note only; the results stay right. Seen from here, every multiplication is then followed by a wait for all.
+* Multiplications: ptxas orders them all one behind the other when it finds too few registers (C7512); the results
+  stay right. Seen from here, every multiplication is then followed by a wait for all.
+* Records: ptxas makes narrow loads of a relaxed 128-bit load of which only some words are used, and a record may
+  then be seen in part. The loads are mmio ones for that reason, and each must be whole.
+* The claim: where a warp's lanes add the same, ptxas adds once for all and hands the answer round (SHFL), so that
+  the claiming thread waits for it at once.
+
+sass_checks_test.py holds the checks to instructions that must not pass.
 
 usage: sass_test.py --cuobjdump CUOBJDUMP LIBRARY
 """
@@ -13,6 +19,7 @@ import sys
 
 VARIANTS = 12  # six ranges of token tiles for each weight format
 MAX_LOOP_SPILLS = 32  # local memory between the first and the last multiplication of a kernel, 24 today
+CLAIM_DISTANCE = 32  # instructions behind a claim that hand nothing round; ptxas put the first SHFL 6 behind
 
 
 def kernels(sass):
@@ -20,10 +27,10 @@ def kernels(sass):
     for part in sass.split("Function : ")[1:]:
         name, body = part.split("\n", 1)
         if "moe_layer_kernel" in name:
-            yield name.strip(), re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(.*?);", body)
+            yield name.strip(), re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(.*?)\s*;", body)
 
 
-def defects(instructions):
+def multiplication_defects(instructions):
     multiplications = [i for i, text in enumerate(instructions) if "HGMMA" in text]
     if not multiplications:
         return ["no multiplication on the tensor cores"]
@@ -37,6 +44,25 @@ def defects(instructions):
     if len(spills) > MAX_LOOP_SPILLS:
         found.append(f"{len(spills)} accesses to local memory among the multiplications")
     return found
+
+
+def record_defects(instructions):
+    loads = [t for t in instructions if re.match(r"(@\S+ )?LD\S*\.MMIO\b", t)]
+    if not loads:
+        return ["no record is loaded by an mmio access"]
+    return [f"a record is loaded in part: {t}" for t in loads if ".128." not in t]
+
+
+def claim_defects(instructions):
+    claims = [i for i, text in enumerate(instructions) if re.match(r"(@\S+ )?ATOM\S*\.ADD\.64\b", text)]
+    if len(claims) != 1:
+        return [f"{len(claims)} additions to the claim, expected 1"]
+    behind = instructions[claims[0] + 1 : claims[0] + 1 + CLAIM_DISTANCE]
+    return ["the answer to a claim is handed round the warp at once"] if any("SHFL" in t for t in behind) else []
+
+
+def defects(instructions):
+    return multiplication_defects(instructions) + record_defects(instructions) + claim_defects(instructions)
 
 
 def main():

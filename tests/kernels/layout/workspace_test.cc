@@ -34,8 +34,8 @@ struct Region {
 std::vector<Region> Regions(const WorkspaceShape& shape) {
   const WorkspaceOffsets o = PlanWorkspace(shape);
   const int64_t peers = shape.num_ranks - 1;
-  const int64_t row_ranks =
-      peers > 0 ? shape.num_ranks : 0;  // one rank reads its rows where they are
+  // One rank reads its rows where they are.
+  const int64_t row_ranks = peers > 0 ? shape.num_ranks : 0;
   const int64_t tokens = shape.max_tokens_per_rank;
   const int64_t pairs = tokens * shape.max_top_k;
   const int64_t all_pairs = pairs * shape.num_ranks;
@@ -128,12 +128,13 @@ TEST(Workspace, EveryPeerWritesABlockOfItsOwn) {
 
 // One store of 16 bytes, aligned in every rank's mapping.
 TEST(Workspace, EveryRecordLiesOnItsOwnSize) {
-  static_assert(sizeof(RouteRecord) == 16 && alignof(RouteRecord) == 16);
+  static_assert(sizeof(RouteRecord) == kRecordBytes && alignof(RouteRecord) == kRecordBytes);
   for (const int num_ranks : kRanks) {
     for (const int tokens : {1, 7, 8191}) {
       const WorkspaceOffsets offsets = PlanWorkspace(ProShape(num_ranks, tokens));
-      EXPECT_EQ(offsets.route_records % 16, 0);
-      EXPECT_EQ(offsets.bytes % 16, 0);
+      EXPECT_EQ(offsets.route_records % kRecordBytes, 0);
+      EXPECT_EQ(offsets.partial_records % kRecordBytes, 0);
+      EXPECT_EQ(offsets.bytes % kRecordBytes, 0);
     }
   }
 }
