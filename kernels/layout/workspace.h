@@ -60,7 +60,8 @@ EXPERTD_HD constexpr int TopKOf(const RouteRecord& header) { return header.row; 
 
 // Columns of a partial row that one flag covers.
 inline constexpr int kPartialColumns = 256;
-// In short steps those columns cross as records of 16 bytes, up to three of each of 32 lanes.
+// Where few tokens are at home those columns cross as records of 16 bytes, up to three of each of
+// 32 lanes.
 inline constexpr int kRecordsOfLane = 3;
 inline constexpr int kSliceRecords = 32 * kRecordsOfLane;
 inline constexpr int kRecordBytes = 16;
@@ -75,8 +76,8 @@ EXPERTD_HD constexpr int PeerIndex(int from, int to) { return from < to ? from :
 // Byte offsets from the workspace's base; every region starts on 256 bytes. P = R - 1 peers.
 struct WorkspaceOffsets {
   int64_t head = 0;
-  // Written by peers, what has a place for every rank by this one too. Two buffers (step mod 2)
-  // where a peer may be a step ahead.
+  // Written by peers, and by this rank too what has a place for every rank. Two buffers (step mod
+  // 2) where a peer may be a step ahead.
   int64_t route_records = 0;  // [2][P][1 + T K] RouteRecord, a header first
   int64_t token_flags = 0;    // [2][R][T] u32, step; nothing if R = 1
   int64_t tokens = 0;         // [2][R][T][H] BF16, likewise; only rows with a route to this rank
@@ -87,7 +88,7 @@ struct WorkspaceOffsets {
   // This rank's own.
   int64_t routes = 0;       // u32: global route by slot, in route order, [ListEntries]
   int64_t owners = 0;       // u8: 1 + the rank that computes a route, or 0, likewise
-  int64_t sort_counts = 0;  // [kMaxCtas][slots] u32: routes by slot in a CTA's part of a long step
+  int64_t sort_counts = 0;  // [kMaxCtas][slots] u32: routes by slot in a CTA's part, shared sort
   int64_t fc1_done = 0;     // [max_token_tiles][fc1_stride] u32: step that wrote that 64-row tile
   int64_t fc2_done = 0;     // [max_token_tiles][fc2_stride] u32
   int64_t sort_flags = 0;   // [kSortMeetings][kMaxCtas] u32: step in which that CTA has come
@@ -98,7 +99,7 @@ struct WorkspaceOffsets {
   int64_t max_routes = 0;
   int64_t own_routes = 0;   // entries of a CTA's own list
   int32_t max_tokens = 0;   // T of the strides
-  int32_t few_tokens = 0;   // most tokens of a short step
+  int32_t few_tokens = 0;   // FewTokens(T)
   int64_t rank_routes = 0;  // T K of the strides
 };
 
@@ -121,7 +122,7 @@ EXPERTD_HD constexpr int64_t ListEntries(int64_t max_routes) {
   return max_routes + kMaxCtas * OwnListRoutes(max_routes);
 }
 
-// A rank's step is short if it has at most a token a CTA.
+// Most tokens that are few for a rank: at most one a CTA. Their partial rows cross as records.
 EXPERTD_HD constexpr int FewTokens(int max_tokens) {
   return max_tokens < kMaxCtas ? max_tokens : kMaxCtas;
 }

@@ -78,7 +78,7 @@ TEST(MemoryPlanTest, TheWindowGrowsWithTheRanksAndIsTheSameForAll) {
   EXPECT_EQ(shape.num_ranks, 2);
   const int64_t together = cuda::PlanMemory(question).workspace;
   EXPECT_EQ(together, layout::PlanWorkspace(shape).bytes);
-  // Twice the routes, but for the CTAs' own lists of short steps, and a peer's rows and partial
+  // Twice the routes, but for the CTAs' own lists of routes, and a peer's rows and partial
   // rows.
   const int64_t rows = int64_t{1024} * 7168 * (2 * 2 + 4);
   const int64_t own_lists = int64_t{layout::kMaxCtas} * layout::kOwnSortRoutes * 5;

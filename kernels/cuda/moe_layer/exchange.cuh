@@ -39,9 +39,9 @@ __device__ __forceinline__ layout::RouteRecord load_record(const layout::RouteRe
           words.w};
 }
 // Route `route` of a peer's, after routing has waited for it. It may have been another CTA that
-// found the step in the record (long steps): the meeting of the CTAs lies between, and who looks
+// found the step in the record (shared sort): the meeting of the CTAs lies between, and who looks
 // behind it cannot find an older record than was seen before it. Who gave up may find an older one:
-// nobody's.
+// then the route is nobody's.
 __device__ __forceinline__ layout::RouteRecord route_record(const MoeLayerParams& params,
                                                             int source, int route) {
   layout::RouteRecord record =
@@ -83,8 +83,9 @@ __device__ __forceinline__ T* partials(const MoeLayerParams& params, int from, i
                          int64_t{params.workspace.max_tokens} * params.hidden, 0, from, to));
 }
 
-// Whether a rank has more tokens than there are CTAs: then each CTA takes some of them whole, and
-// the announcing warps talk to the peers.
+// Whether a rank has many tokens, more than there are CTAs. Then each CTA takes some of them whole,
+// the announcing warps return what is due early, and partial rows are flagged. Of a rank that has
+// few the CTAs share slices of tokens, and partial rows cross as records.
 __device__ __forceinline__ bool is_long(int num_tokens) {
   return num_tokens > static_cast<int>(gridDim.x);
 }

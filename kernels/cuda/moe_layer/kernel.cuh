@@ -10,10 +10,11 @@
 
 // One MoE layer step of one rank. See README.md for the schedule, the memory and who signals whom.
 //   grid: one CTA an SM, cooperative; block: kThreads
-//   weights -> [bulk copies] -> ring -> expert warpgroups (A operand, expanded in registers)
-//   x, h    -> [cp.async]    -> ring -> expert warpgroups (B operand)
-//   expert warpgroups -> h (FC1), y (FC2) in the workspace, one flag a 64-row tile -> token warps,
-//   combine
+//   weights          -> [bulk copies] -> ring -> expert warpgroups (A operand, in registers)
+//   x or rows sent   -> [cp.async]    -> ring -> expert warpgroups (B operand of FC1)
+//   h                -> [bulk copies] -> ring -> expert warpgroups (B operand of FC2)
+//   expert warpgroups -> h (FC1), y (FC2) in the workspace -> announcing warp: a flag a 64-row tile
+//                     -> token warps (h), combine (y)
 namespace expertd::cuda::moe_layer {
 
 __device__ __forceinline__ void init_barriers(bool joined) {
@@ -54,7 +55,8 @@ __device__ __noinline__ void route(const MoeLayerParams& given, int warp, int la
   const bool claims = warp == kExpertWarps && lane == 0;
   if (warp == kWarps - 1 && lane == 0) prefetch_tokens(params);
   const bool told = RouteSorter(params).sort(warp, lane, [&] {
-    // The CTA's first weights are on their way while routes are placed.
+    // The CTA's first tile is posted and its weights are on their way to L2 while routes are
+    // placed.
     if (claims && post_tile<kWidths...>(params, 0, blockIdx.x)) prefetch_weights<kFormat>(params);
     __syncwarp();
   });

@@ -30,27 +30,27 @@ enum FaultCode : uint32_t {
   kWaitFc2 = 2,       // combine waited for the expert outputs of this rank; tile: CTA
   kWaitPipeline = 3,  // a wait inside a CTA: a defect of this kernel or of the machine
   kStopped = 4,       // the host's stop word
-  kWaitRoutes = 5,    // routing waited for a peer; tile: 0, its numbers, or 1 + the route of it
-  kWaitTokens = 6,    // an FC1 tile waited for a peer's rows; tile: token of the peer
+  kWaitRoutes = 5,    // routing waited for a peer; tile: 0 for its header, 1 + one of its routes
+  kWaitTokens = 6,    // an FC1 tile waited for a row; tile: token of `peer`, maybe this rank itself
   kWaitPartials = 7,  // combine waited for a peer's partial row; tile: token of this rank
-  kWaitSort = 8,      // the sort of a long step waited for another CTA; tile: that CTA
+  kWaitSort = 8,      // a shared sort waited for another CTA; tile: that CTA
 };
 
-// For tests: the role that does this never does it, so that whoever waits for it must give up.
+// For tests: who does this never does it, so that whoever waits for it must give up.
 enum StallPoint : int32_t {
   kStallNowhere = 0,
   kStallRoutes = 1,    // dispatch sends nothing of the routes
   kStallTokens = 2,    // dispatch sends no rows
   kStallFc1 = 3,       // nobody announces FC1 tiles
   kStallFc2 = 4,       // nobody announces FC2 tiles
-  kStallPartials = 5,  // combine returns no partial rows
+  kStallPartials = 5,  // nobody returns partial rows
   kStallCount = 6,     // CTA 0 comes to no meeting of the sort
   kStallPlace = 7,     // CTA 0 does not come to the last one
-  kStallRecords = 8,   // dispatch says how many routes there are, and sends none
+  kStallRecords = 8,   // dispatch sends the header that counts the routes, and no route
 };
 
-// The regions of this rank's workspace that only it touches (layout::WorkspaceOffsets), as Launch
-// finds them.
+// Where Launch finds the regions of this rank's workspace (layout::WorkspaceOffsets) that it reads
+// and writes as plain memory. Of these peers write `tokens` only.
 struct LocalMemory {
   layout::WorkspaceHead* head = nullptr;
   uint32_t* routes = nullptr;  // layout::ListEntries
@@ -61,7 +61,7 @@ struct LocalMemory {
   uint32_t* fc2_done = nullptr;
   uint16_t* h = nullptr;
   uint16_t* y = nullptr;
-  const uint16_t* tokens = nullptr;  // [R][max_tokens][H], what the ranks send in this step
+  const uint16_t* tokens = nullptr;  // [R][max_tokens][H], what all ranks send in this step
   int64_t max_routes = 0;
   int64_t own_routes = 0;
   int32_t fc1_done_stride = 0;
@@ -113,19 +113,19 @@ struct MoeLayerParams {
   uint32_t token_stage_bytes = 0;
   uint32_t tokens_offset = 0;
   uint32_t tables_offset = 0;
-  // What the routing need not divide, set by Launch.
+  // Divided on the host, so that routing need not; set by Launch.
   ScheduleShape schedule;
   Divisor by_top_k;
   Divisor by_slots_per_rank;
   Divisor by_token_tile;
-  int32_t x_share = 0;  // bytes of x that a CTA brings to L2; 0: too many
+  int32_t x_share = 0;  // bytes of x that a CTA brings to L2; 0: x is too large for that
   // Most routes of a step that every CTA sorts for itself; tests have fewer.
   int32_t own_sort_routes = layout::kOwnSortRoutes;
 
   // control, host-mapped
   const uint32_t* stop = nullptr;  // non-zero: end soon
   FaultRecord* fault = nullptr;
-  uint64_t timeout_ns = 0;  // of every wait
+  uint64_t timeout_ns = 0;  // of a wait for a peer; others last a little longer: see wait.cuh
   StallPoint stall = kStallNowhere;
 
   uint64_t* timing = nullptr;  // [CTA][kTimingMarks] globaltimer, if the kernel records it

@@ -3,14 +3,14 @@
 #include "kernels/cuda/moe_layer/partial_row.cuh"
 #include "kernels/cuda/ptx/memory.cuh"
 
-// How partial rows of short steps cross: a lane's 8 columns of a slice as records of 16 bytes, each
-// stored and loaded by one access that does not tear and each with the step in its last word. So a
-// record tells by itself that it has come: no barrier, no fence and no flag, and no order between
+// How partial rows cross to ranks that have few tokens: a lane's 8 columns of a slice as records of
+// 16 bytes, each stored and loaded by one access that does not tear, the step in its last word. So
+// a record tells by itself that it has come: no barrier, no fence and no flag, and no order between
 // the stores. Record k of all lanes is one piece of 512 bytes.
 //   F32   {c0 c1 c2 step} {c3 c4 c5 step} {c6 c7 0 step}
 //   BF16  {c01 c23 c45 step} {c67 0 0 step}
 // One buffer is enough, as for partial rows: a peer sends those of step s when it knows this rank's
-// ids of step s, and those come from a kernel that started when s - 1, and all its loads, had
+// routes of step s, and those come from a kernel that started when s - 1, and all its loads, had
 // ended.
 namespace expertd::cuda::moe_layer {
 

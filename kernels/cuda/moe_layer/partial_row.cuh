@@ -190,7 +190,8 @@ struct PartialRow {
   }
 };
 
-// Of `count` things in order, those that fall to this CTA.
+// Of `count` things in order, those that fall to this CTA: on every rank to the CTA of the same
+// index, since the ranks' grids are equal.
 struct Block {
   int first;
   int count;
@@ -202,7 +203,7 @@ __device__ __forceinline__ Block share_of(int count) {
   return {first, max(min(length, count - first), 0)};
 }
 
-// The tokens of a rank that fall to this CTA whole.
+// The tokens that fall to this CTA whole, of a rank that has many.
 __device__ __forceinline__ Block tokens_of(int num_tokens) {
   return is_long(num_tokens) ? share_of(num_tokens) : Block{0, 0};
 }
@@ -214,8 +215,7 @@ __device__ __forceinline__ bool any_is_long(const MoeLayerParams& params) {
   }
   return any;
 }
-// The items (token, slice), token by token, of a rank that this CTA combines (its own rank's) or
-// returns (a peer's): the same ones on every rank.
+// The items (token, slice), token by token, that this CTA combines where there is one rank.
 __device__ __forceinline__ Block items_of(int num_tokens, int slices) {
   if (!is_long(num_tokens)) return share_of(num_tokens * slices);
   const Block tokens = share_of(num_tokens);

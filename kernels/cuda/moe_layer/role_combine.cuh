@@ -10,8 +10,8 @@
 // stored to the rank that owns the token. Then this rank's own tokens: the ranks' partial rows,
 // this one's included, are added in rank order. A partial is the sum of a rank's routes in their
 // order in f32. The split over warps does not change what is added to what, so the bits are fixed.
-// Here: one rank, and the tokens of ranks that have many (is_long), whose partial rows are flagged;
-// role_combine_few.cuh: those of ranks that have few.
+// Here: one rank, and the tokens of ranks that have many (is_long): rounds of partial rows, which
+// the announcing warp flags. role_combine_few.cuh: those of ranks that have few.
 namespace expertd::cuda::moe_layer {
 
 struct CombineRole : CombineWarp {
@@ -52,8 +52,8 @@ struct CombineRole : CombineWarp {
 
   // --- tokens of peers
 
-  // What the announcing warp has done for a token, if it has done anything: kNothingToReturn or
-  // kStored + slices. `base`: index of the peer's first token.
+  // What the announcing warp has done for a token: kNothingToReturn, kStored + slices, or nothing
+  // (anything lower). `base`: index of the peer's first token.
   __device__ __forceinline__ int return_key(int base, int home, int token, bool early) const {
     if (!early) return 0;
     const int index = base + token - tokens_of(shared_state().sources.num_tokens[home]).first;
@@ -74,10 +74,10 @@ struct CombineRole : CombineWarp {
     });
   }
 
-  // What a CTA returns in a round, of every peer's items.
   __device__ __forceinline__ bool returns() const {
     return !waiter.gave_up() && params.stall != kStallPartials;
   }
+  // What a CTA returns in a round: visit(peer, its items, index of its first token).
   template <typename Visit>
   __device__ __forceinline__ void for_each_peer(int slices, int round, Visit visit) const {
     int base = 0;
@@ -264,7 +264,7 @@ struct CombineRole : CombineWarp {
 };
 
 // Not inlined: what they keep would cost the multiplying loop registers, and one rank does not run
-// the code of several, nor a short step that of long ones.
+// the code of several, nor ranks that have few tokens that of many.
 static __device__ __noinline__ void combine_many(const MoeLayerParams& params, int warp, int lane) {
   const CombineRole role(params, params, warp, lane);
   role.wait_for_outputs();

@@ -8,9 +8,10 @@
 // once to every rank that has a route of it, itself included: token warps find all rows in one
 // place. Nobody is waited for. CTA c sends tokens c, c + grid, ...
 //   send_routes   some warps of some CTAs, first of all
-//   send_first    most warps, the CTA's first rows while others wait for the peers' routes
-//   flag_first    one warp while another makes the tables
-//   TokenSender   one warp beside its other work, the rows that longer steps have more
+//   send_first    warps from kFirstSendingWarp on: up to kRowsAtStart rows of the CTA, while the
+//                 others wait for the peers' routes
+//   flag_first    the last warp flags those while the first one makes the tables
+//   TokenSender   the announcing warp, beside its other work: the rows of a CTA that has more
 namespace expertd::cuda::moe_layer {
 
 // A fence at system scope waits until every store of the SM has been acknowledged, on a busy link
@@ -166,8 +167,8 @@ __device__ __forceinline__ void send_first(const MoeLayerParams& params, int thr
 }
 
 // By one warp, a barrier and some microseconds later, when the fence has little to wait for. A CTA
-// that has given up waiting for ids flags nothing: a peer's wait for these rows would only be met
-// in time to begin another.
+// that has given up waiting for routes flags nothing: a peer's wait for these rows would only be
+// met in time to begin another.
 __device__ __forceinline__ void flag_first(const MoeLayerParams& params, int lane) {
   const SendOrder order{params};
   if (order.is_empty() || params.stall == kStallTokens || Waiter{params}.gave_up()) return;
@@ -182,7 +183,7 @@ __device__ __forceinline__ void flag_first(const MoeLayerParams& params, int lan
   }
 }
 
-// The CTA's other rows, one at a time.
+// The CTA's rows behind the first kRowsAtStart, one at a time.
 struct TokenSender {
   static constexpr int kRowsAtOnce = 4;  // most rows between two fences; at most 4
 

@@ -5,10 +5,10 @@
 #include "kernels/cuda/moe_layer/wait.cuh"
 
 // Partial rows of the peers' tokens that can go back while FC2 still runs: FC2 goes slot after
-// slot, and a token's partial row is due when the last slot that it needs here is complete. In long
-// steps the announcing warp of each CTA returns those of the CTA's tokens (tokens_of) that are due
-// early enough; combine returns the others, and what is left of one that is begun when the list
-// ends.
+// slot, and a token's partial row is due when the last slot that it needs here is complete. Of
+// ranks that have many tokens (is_long) the announcing warp of each CTA returns those of the CTA's
+// tokens (tokens_of) that are due early enough; combine returns the others, and what is left of one
+// that is begun when the list ends.
 namespace expertd::cuda::moe_layer {
 
 __device__ __forceinline__ bool returns_early(const MoeLayerParams& params) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ bool returns_early(const MoeLayerParams& params) {
 // What is in SharedState::return_keys, by index (tokens of all peers, in rank order; those beyond
 // the table are combine's): the last slot that the CTA's token needs here; from when it is begun
 // kStored + the slices that are stored; kNothingToReturn when it has been flagged, or if there
-// never was anything. What is begun when the list ends combine finishes.
+// never was anything. Combine finishes what is begun when the list ends.
 inline constexpr uint16_t kNothingToReturn = 0xffff;
 inline constexpr uint16_t kStored = 0x8000;
 static_assert(kMaxSlots < kStored, "a slot is no other key");

@@ -7,11 +7,11 @@
 #include "kernels/cuda/moe_layer/wait.cuh"
 
 // Routing, by all warps: a stable counting sort of the step's routes, those of all ranks' tokens,
-// by expert slot of this rank. A short step is sorted by every CTA for itself, into its own list in
-// the workspace: every CTA finds the same order, so no CTA waits for another. Of a long step each
-// CTA sorts a part, and the CTAs meet (shared_sort.cuh); the list that they share holds the same.
-// With several ranks a CTA waits for the peers' ids before. The tables of a slot's first route and
-// first token tile stay in shared memory.
+// by expert slot of this rank. Own sort, up to kOwnSortRoutes: every CTA sorts all of them into a
+// list of its own in the workspace; every CTA finds the same order, so no CTA waits for another.
+// Shared sort, of more routes: each CTA sorts a part, and the CTAs meet (shared_sort.cuh); the list
+// that they share holds the same. With several ranks a CTA waits for the peers' routes before. The
+// tables of a slot's first route and first token tile stay in shared memory.
 namespace expertd::cuda::moe_layer {
 
 static __device__ __noinline__ void exchange_routes(uint32_t tables_offset, int warp, int lane);
@@ -254,7 +254,7 @@ struct RouteSorter {
     }
   }
 
-  // One warp makes the tables; another has the time to flag the rows that have been sent.
+  // One warp makes the tables; another has the time to flag the first rows, which have been sent.
   __device__ __forceinline__ void make_tables(int warp, int lane) const {
     if (warp == 0) fill_tables(lane);
     if (warp == kWarps - 1 && params.peers.num_ranks > 1)
@@ -378,7 +378,7 @@ struct RouteSorter {
   }
 
   // Several ranks, up to the sort: what goes to the peers first, the table, and what comes from
-  // them. A short step's routes are looked up as well; a barrier has to follow.
+  // them. For an own sort all routes are looked up as well; a barrier has to follow.
   __device__ __forceinline__ void exchange(int warp, int lane) const {
     const int thread = warp * 32 + lane;
     send_routes(params, thread);
@@ -426,9 +426,8 @@ struct RouteSorter {
     if (again) look_again({0, routes}, thread);
   }
 
-  // All threads of the CTA; a barrier has to follow. `tables_known` is called by all of them, in
-  // short steps only (then it returns true), when the tables are there and the places of the routes
-  // are not.
+  // All threads of the CTA; a barrier has to follow. In an own sort `tables_known` is called by all
+  // of them when the tables are there and the places of the routes are not; then this returns true.
   template <typename TablesKnown>
   __device__ __forceinline__ bool sort(int warp, int lane, TablesKnown tables_known) const {
     const int thread = warp * 32 + lane;
@@ -457,7 +456,7 @@ struct RouteSorter {
     return true;
   }
 
-  // The rest of a long step's sort, when the sources are known.
+  // The rest of a shared sort, when the sources are known.
   __device__ __forceinline__ void sort_part(int warp, int lane) const {
     const SharedSort together{params, Waiter{params}, warp, lane};
     const int thread = warp * 32 + lane;

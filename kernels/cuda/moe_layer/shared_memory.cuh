@@ -13,8 +13,7 @@
 //   [ring: weights, num_stages x weight stage][ring: tokens, num_token_stages x token_tile rows]
 //   [route_begin, slots + 1][tile_begin, slots + 1]
 // While routes are sorted the rings hold their counts, and at their end a copy of the parameters.
-// Everything before the tables has an address
-// that is a constant or comes from the parameters: roles keep no pointers in registers.
+// Every address is a constant or comes from the parameters: roles keep no pointers in registers.
 namespace expertd::cuda::moe_layer {
 
 // A claimed tile on its way from the claiming warp to the others. `rows` < 0 ends the list.
@@ -48,7 +47,7 @@ struct SharedState {
   uint64_t empty[kMaxStages];        // weights in registers: kExpertWarps arrivals
   uint64_t token_full[kMaxStages];   // tokens loaded: 1 arrival, and the bytes for FC2
   uint64_t token_empty[kMaxStages];  // tokens multiplied: kExpertWarps arrivals
-  uint64_t tile_full[kTileSlots];    // tile claimed: 1 arrival
+  uint64_t tile_full[kTileSlots];    // tile posted: 1 arrival
   uint64_t tile_done[kTileSlots];    // results stored: kExpertWarps arrivals
   uint64_t tile_empty[kTileSlots];   // slot free: kTokenWarps arrivals + 1 of the announcing warp
   uint64_t round_stored[kRoundSlots];   // combine: partial rows stored: kExpertWarps arrivals
@@ -153,8 +152,8 @@ __device__ __forceinline__ const MoeLayerParams& copy_params(const MoeLayerParam
   return copy;
 }
 
-// In the workspace, this CTA's own of a short step or the one that the rank's CTAs share: routes by
-// slot; 1 + the rank that computes a route, or 0.
+// In the workspace, the CTA's own list or the one that the rank's CTAs share: routes by slot; and
+// by route 1 + the rank that computes it, or 0.
 __device__ __forceinline__ uint32_t* sorted_routes(const MoeLayerParams& params) {
   return params.local.routes + shared_state().list_begin;
 }

@@ -3,10 +3,10 @@
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 
-// What the CTAs of a rank tell each other when they share the sort of a long step: how many routes
-// of each slot are in a CTA's part, and that it has placed them. All of them meet twice; a flag of
-// each CTA and meeting holds the step in which it has come. A CTA that gave up, here or while it
-// waited for ids, comes to no meeting, and those who wait for it end with it.
+// What the CTAs of a rank tell each other when they share the sort: how many routes of each slot
+// are in a CTA's part, and that it has placed them. All of them meet twice; a flag of each CTA and
+// meeting holds the step in which it has come. A CTA that gave up, here or while it waited for
+// routes, comes to no meeting, and those who wait for it end with it.
 namespace expertd::cuda::moe_layer {
 
 struct SharedSort {

@@ -25,12 +25,12 @@ static_assert(kExpertRegisters * kExpertWarps + kProducerRegisters * (kWarps - k
                   kRegistersAtLaunch * kWarps,
               "the increase waits for ever if it asks for more than the decrease gives");
 
-// Named barrier of the hardware (0 is __syncthreads).
+// Named barriers of the hardware (0 is __syncthreads).
 // Warps that combine and the announcing one: the outputs are there, and what was returned early.
 inline constexpr int kCombineBarrier = 1;
 inline constexpr int kCombiningThreads = (kExpertWarps + 1) * 32;
-// Warps that send the CTA's first rows, while others wait for the peers' routes: their order is
-// known.
+// Warps that send the CTA's first rows while the others wait for the peers' routes: the order in
+// which the rows go out is known.
 inline constexpr int kSendBarrier = 2;
 inline constexpr int kFirstSendingWarp = 4;
 inline constexpr int kSendingThreads = (kWarps - kFirstSendingWarp) * 32;
@@ -47,7 +47,7 @@ constexpr int VariantFor(int token_tile) {
   while (variant + 1 < kNumVariants && kVariantTokens[variant] < token_tile) ++variant;
   return variant;
 }
-inline constexpr int kRoundSlots = 3;       // rounds of combine whose partial rows wait for flags
+inline constexpr int kRoundSlots = 3;       // most rounds of combine that are stored, not flagged
 inline constexpr int kTileSlots = 3;        // tiles between the claiming warp and the last consumer
 inline constexpr int kStateBytes = 3072;    // barriers and tiles at the head of shared memory
 inline constexpr int kSendWindow = 128;     // tokens of a CTA that are sent in one order
@@ -69,9 +69,9 @@ inline constexpr int kStageK = kStageUnits * layout::kUnitK;
 constexpr int WeightStageBytes(layout::WeightFormat format) {
   return kStageUnits * layout::kGroupTiles * layout::UnitBytes(format);
 }
-// More of x than this is not brought to L2 before it is needed.
-inline constexpr int64_t kMaxPrefetchedTokenBytes = 8 << 20;
 constexpr int TokenStageBytes(int token_tile) { return token_tile * kStageK * 2; }
+// A larger x is not brought to L2 before it is needed.
+inline constexpr int64_t kMaxPrefetchedTokenBytes = 8 << 20;
 
 // Narrow variants are short of instruction slots: a stage's weights and tokens have one barrier, so
 // that the multiplying warps wait once. Wide ones are short of tokens: they wait for them apart,

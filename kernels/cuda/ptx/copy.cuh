@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-// Asynchronous copies from global to shared memory.
+// Asynchronous copies from global to shared memory and to L2, and the fences they need.
 namespace expertd::cuda::ptx {
 
 __device__ __forceinline__ uint64_t policy_evict_first() {

@@ -159,7 +159,7 @@ TEST(SimtMoeLayer, StepsOfDifferentSizesFollowEachOtherWithoutMeeting) {
   }
 }
 
-// In the window of short steps each leaves records where the next one's arrive, in any order.
+// Each step leaves records of partial rows where the next one's arrive, in any order.
 TEST(SimtMoeLayer, RecordsOfAnOlderStepAreNotTaken) {
   const HostLayer layer = testing::MakeRandomLayer(Spec(320, 64, 6, Recipe::kMxfp4), 14);
   std::vector<RankLayer::Batches> steps;
