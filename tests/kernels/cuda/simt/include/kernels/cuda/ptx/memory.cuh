@@ -40,7 +40,6 @@ inline uint4 ld_relaxed_sys_b128(const void* address) {
 }
 inline void st_relaxed_gpu(uint32_t* address, uint32_t value) { *address = value; }
 inline void st_relaxed_sys(uint32_t* address, uint32_t value) { *address = value; }
-inline void st_release_sys(uint32_t* address, uint32_t value) { *address = value; }
 inline uint64_t atom_add_relaxed_gpu(uint64_t* address, uint64_t value) {
   const uint64_t before = *address;
   *address += value;
