@@ -83,13 +83,6 @@ __device__ __forceinline__ T* partials(const MoeLayerParams& params, int from, i
                          int64_t{params.workspace.max_tokens} * params.hidden, 0, from, to));
 }
 
-// Whether a rank has many tokens, more than there are CTAs. Then each CTA takes some of them whole,
-// the announcing warps return what is due early, and partial rows are flagged. Of a rank that has
-// few the CTAs share slices of tokens, and partial rows cross as records.
-__device__ __forceinline__ bool is_long(int num_tokens) {
-  return num_tokens > static_cast<int>(gridDim.x);
-}
-
 // Global slot of a route: which replica is a function of the expert and the row's index in its
 // request only. `expert` >= 0.
 __device__ __forceinline__ int placed_slot(const MoeLayerParams& params, int expert, int row) {

@@ -2,6 +2,7 @@
 
 #include <cuda_bf16.h>
 
+#include "kernels/cuda/moe_layer/cta_share.cuh"
 #include "kernels/cuda/moe_layer/epilogue.cuh"
 #include "kernels/cuda/moe_layer/exchange.cuh"
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
@@ -189,37 +190,5 @@ struct PartialRow {
     }
   }
 };
-
-// Of `count` things in order, those that fall to this CTA: on every rank to the CTA of the same
-// index, since the ranks' grids are equal.
-struct Block {
-  int first;
-  int count;
-};
-__device__ __forceinline__ Block share_of(int count) {
-  const int ctas = static_cast<int>(gridDim.x);
-  const int length = (count + ctas - 1) / ctas;
-  const int first = static_cast<int>(blockIdx.x) * length;
-  return {first, max(min(length, count - first), 0)};
-}
-
-// The tokens that fall to this CTA whole, of a rank that has many.
-__device__ __forceinline__ Block tokens_of(int num_tokens) {
-  return is_long(num_tokens) ? share_of(num_tokens) : Block{0, 0};
-}
-__device__ __forceinline__ bool any_is_long(const MoeLayerParams& params) {
-  bool any = false;
-#pragma unroll 1
-  for (int rank = 0; rank < params.peers.num_ranks; ++rank) {
-    any |= is_long(shared_state().sources.num_tokens[rank]);
-  }
-  return any;
-}
-// The items (token, slice), token by token, that this CTA combines where there is one rank.
-__device__ __forceinline__ Block items_of(int num_tokens, int slices) {
-  if (!is_long(num_tokens)) return share_of(num_tokens * slices);
-  const Block tokens = share_of(num_tokens);
-  return {tokens.first * slices, tokens.count * slices};
-}
 
 }  // namespace expertd::cuda::moe_layer

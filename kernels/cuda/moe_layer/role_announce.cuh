@@ -1,8 +1,8 @@
 #pragma once
 
 #include "kernels/cuda/moe_layer/role_combine.cuh"
-#include "kernels/cuda/moe_layer/role_dispatch.cuh"
 #include "kernels/cuda/moe_layer/role_return.cuh"
+#include "kernels/cuda/moe_layer/token_sender.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 #include "kernels/cuda/ptx/copy.cuh"
 

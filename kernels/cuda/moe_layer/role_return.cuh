@@ -1,7 +1,6 @@
 #pragma once
 
 #include "kernels/cuda/moe_layer/partial_row.cuh"
-#include "kernels/cuda/moe_layer/role_dispatch.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 
 // Partial rows of the peers' tokens that can go back while FC2 still runs: FC2 goes slot after

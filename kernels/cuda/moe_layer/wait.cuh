@@ -136,4 +136,13 @@ struct Waiter {
   }
 };
 
+// A fence at system scope waits until every store of the SM has been acknowledged, on a busy link
+// tens of microseconds. Who has other work to do stores, does that, and fences so much later for
+// each row of 14 KB that the stores are likely to have arrived.
+inline constexpr uint64_t kSettleNs = 2000;
+// Time may differ from lane to lane; the whole warp goes by lane 0's.
+__device__ __forceinline__ bool has_settled(uint64_t at_ns) {
+  return __shfl_sync(0xffffffffu, static_cast<int>(ptx::globaltimer_ns() >= at_ns), 0) != 0;
+}
+
 }  // namespace expertd::cuda::moe_layer
