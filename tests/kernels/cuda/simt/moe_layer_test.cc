@@ -1,7 +1,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <ostream>
@@ -10,8 +9,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/reference/reference.h"
 #include "tests/gpu/testing/moe_cases.h"
+#include "tests/kernels/cuda/simt/layer_steps.h"
 #include "tests/kernels/cuda/simt/rank_layer.h"
 
 // The fused kernel's own code on emulated GPUs: tiny shapes, several ranks, in orders that seeds
@@ -19,47 +18,14 @@
 namespace expertd {
 namespace {
 
+using simt::Batches;
+using simt::ExpectRight;
+using simt::PlacementOf;
 using simt::RankLayer;
+using simt::Spec;
 using testing::HostBatch;
 using testing::HostLayer;
 using testing::Routing;
-
-constexpr double kBound = 5e-3;  // as on a GPU
-
-LayerSpec Spec(int64_t hidden, int64_t intermediate, int32_t experts, Recipe recipe) {
-  return {.hidden_size = hidden,
-          .intermediate_size = intermediate,
-          .num_experts = experts,
-          .top_k = 3,
-          .recipe = recipe,
-          .swiglu_limit = 1.0f};
-}
-
-Placement PlacementOf(int32_t experts, int32_t ranks, int32_t slots = 0) {
-  auto placement = slots == 0 ? Placement::Contiguous(experts, ranks)
-                              : Placement::Redundant(experts, ranks, slots);
-  EXPECT_TRUE(placement.ok()) << placement.status();
-  return *std::move(placement);
-}
-
-RankLayer::Batches Batches(const LayerSpec& spec, const std::vector<int32_t>& tokens, int32_t top_k,
-                           Routing routing, uint64_t seed) {
-  RankLayer::Batches batches;
-  for (size_t rank = 0; rank < tokens.size(); ++rank) {
-    batches.push_back(
-        testing::MakeRandomBatch(spec, tokens[rank], top_k, routing, seed * 100 + rank));
-  }
-  return batches;
-}
-
-void ExpectRight(const HostLayer& layer, const RankLayer::Batches& batches,
-                 const std::vector<std::vector<float>>& outputs) {
-  for (size_t rank = 0; rank < batches.size(); ++rank) {
-    if (batches[rank].num_tokens == 0) continue;
-    EXPECT_LT(reference::RelL2(outputs[rank], testing::ReferenceRows(layer, batches[rank])), kBound)
-        << "rank " << rank;
-  }
-}
 
 bool SameBits(const std::vector<std::vector<float>>& a, const std::vector<std::vector<float>>& b) {
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), [](auto& x, auto& y) {
@@ -97,7 +63,7 @@ const Case kCases[] = {
     {"TwoRanksFewTokensBf16Partials", Recipe::kMxfp4, {3, 2}, Routing::kUniform, 4, 3, 0, true},
     {"TwoRanksFewBesideMany", Recipe::kMxfp4, {2, 25}, Routing::kUniform, 4, 3},
     {"TwoRanksThirtyTwoRoutes", Recipe::kMxfp4, {6, 2}, Routing::kSkewed, 32},
-    {"TwoRanksSomeChunksOfRoutes", Recipe::kMxfp4, {80, 130}, Routing::kSkewed, 32, 3},
+    {"TwoRanksSharedSort", Recipe::kMxfp4, {80, 130}, Routing::kSkewed, 32, 3},
     {"ThreeRanks", Recipe::kNvfp4, {7, 0, 12}, Routing::kSkewed},
     {"FourRanksUneven", Recipe::kMxfp4, {1, 9, 0, 30}, Routing::kUniform, 2, 1},
     {"EightRanksSomeWithoutExperts",
@@ -156,26 +122,6 @@ TEST(SimtMoeLayer, StepsOfDifferentSizesFollowEachOtherWithoutMeeting) {
     const auto outputs = run.Run(steps);
     ASSERT_EQ(run.error(), "");
     for (size_t s = 0; s < steps.size(); ++s) ExpectRight(layer, steps[s], outputs[s]);
-  }
-}
-
-// Each step leaves records of partial rows where the next one's arrive, in any order.
-TEST(SimtMoeLayer, RecordsOfAnOlderStepAreNotTaken) {
-  const HostLayer layer = testing::MakeRandomLayer(Spec(320, 64, 6, Recipe::kMxfp4), 14);
-  std::vector<RankLayer::Batches> steps;
-  for (uint64_t s = 0; s < 5; ++s) {
-    steps.push_back(Batches(layer.spec, {3, 1, 2}, 4, Routing::kUniform, 30 + s));
-  }
-  for (const bool bf16 : {false, true}) {
-    for (const uint64_t seed : {6, 7}) {
-      SCOPED_TRACE(absl::StrCat(bf16 ? "BF16" : "F32", ", seed ", seed));
-      RankLayer run(
-          layer, PlacementOf(6, 3),
-          {.num_ctas = 3, .max_tokens = 3, .max_top_k = 4, .partials_bf16 = bf16, .seed = seed});
-      const auto outputs = run.Run(steps);
-      ASSERT_EQ(run.error(), "");
-      for (size_t s = 0; s < steps.size(); ++s) ExpectRight(layer, steps[s], outputs[s]);
-    }
   }
 }
 
@@ -306,127 +252,6 @@ TEST(SimtMoeLayer, FuzzedShapesAgreeWithTheReference) {
     for (size_t s = 0; s < steps.size(); ++s) ExpectRight(layer, steps[s], outputs[s]);
     if (HasFailure()) return;
   }
-}
-
-struct Stall {
-  const char* name;
-  cuda::moe_layer::StallPoint stall;
-  std::vector<int32_t> tokens;
-  int waiting_rank;  // who must say so
-  uint32_t code;     // and how
-  uint32_t peer;     // for whom it waited
-};
-
-const Stall kStalls[] = {
-    {"Routes", cuda::moe_layer::kStallRoutes, {4, 4}, 0, cuda::moe_layer::kWaitRoutes, 1},
-    {"Records", cuda::moe_layer::kStallRecords, {4, 4}, 0, cuda::moe_layer::kWaitRoutes, 1},
-    {"FewTokens", cuda::moe_layer::kStallTokens, {2, 2}, 0, cuda::moe_layer::kWaitTokens, 1},
-    {"ManyTokens", cuda::moe_layer::kStallTokens, {20, 20}, 0, cuda::moe_layer::kWaitTokens, 1},
-    {"Fc1", cuda::moe_layer::kStallFc1, {6, 6}, 1, cuda::moe_layer::kWaitFc1, 1},
-    {"Fc2", cuda::moe_layer::kStallFc2, {6, 6}, 1, cuda::moe_layer::kWaitFc2, 1},
-    {"Partials", cuda::moe_layer::kStallPartials, {6, 6}, 0, cuda::moe_layer::kWaitPartials, 1},
-    {"FewPartials", cuda::moe_layer::kStallPartials, {2, 2}, 0, cuda::moe_layer::kWaitPartials, 1},
-    {"PartialsOfFewBesideMany",
-     cuda::moe_layer::kStallPartials,
-     {2, 9},
-     0,
-     cuda::moe_layer::kWaitPartials,
-     1},
-};
-
-void PrintTo(const Stall& stall, std::ostream* out) { *out << stall.name; }
-
-class SimtMoeLayerStallTest : public ::testing::TestWithParam<Stall> {};
-
-INSTANTIATE_TEST_SUITE_P(Points, SimtMoeLayerStallTest, ::testing::ValuesIn(kStalls),
-                         [](const auto& info) { return std::string(info.param.name); });
-
-TEST_P(SimtMoeLayerStallTest, EndsEveryKernelAndIsNamedByWhoWaits) {
-  const Stall& stall = GetParam();
-  const HostLayer layer = testing::MakeRandomLayer(Spec(128, 128, 6, Recipe::kMxfp4), 4);
-  RankLayer run(layer, PlacementOf(6, 2),
-                {.max_tokens = 20,
-                 .max_top_k = 3,
-                 .timeout_ns = 2'000'000,
-                 .stalled_rank = 1,
-                 .stall = stall.stall});
-  run.Run({Batches(layer.spec, stall.tokens, 3, Routing::kUniform, 5)});
-  ASSERT_EQ(run.error(), "");  // they ended
-  const cuda::moe_layer::FaultRecord& record = run.fault(stall.waiting_rank);
-  EXPECT_EQ(record.code, stall.code);
-  EXPECT_EQ(record.peer, stall.peer);
-  EXPECT_EQ(record.step, 1u);
-  EXPECT_EQ(record.expected, 1u);
-  EXPECT_EQ(record.found, 0u);
-  EXPECT_GE(record.waited_us, 2000u);
-  EXPECT_EQ(record.complete, 1u);
-}
-
-// What a peer says of its routes has two buffers: in step 3 that of step 1 is still there.
-TEST(SimtMoeLayer, WhatAPeerSaidInAnOlderStepIsNotTaken) {
-  const HostLayer layer = testing::MakeRandomLayer(Spec(128, 64, 6, Recipe::kMxfp4), 6);
-  std::vector<RankLayer::Batches> steps;
-  for (const uint64_t seed : {41, 42, 43}) {
-    steps.push_back(Batches(layer.spec, {4, 4}, 3, Routing::kUniform, seed));
-  }
-  for (const auto stall : {cuda::moe_layer::kStallRoutes, cuda::moe_layer::kStallRecords}) {
-    SCOPED_TRACE(stall);
-    RankLayer run(layer, PlacementOf(6, 2),
-                  {.max_tokens = 4,
-                   .max_top_k = 3,
-                   .timeout_ns = 500'000,
-                   .stalled_rank = 1,
-                   .stall = stall,
-                   .first_stalled_step = 3});
-    const auto outputs = run.Run(steps);
-    ASSERT_EQ(run.error(), "");
-    for (const int s : {0, 1}) ExpectRight(layer, steps[s], outputs[s]);
-    const cuda::moe_layer::FaultRecord& record = run.fault(0);
-    EXPECT_EQ(record.code, cuda::moe_layer::kWaitRoutes);
-    EXPECT_EQ(record.peer, 1u);
-    EXPECT_EQ(record.step, 3u);
-    EXPECT_EQ(record.found, 1u);
-    EXPECT_EQ(record.expected, 3u);
-    EXPECT_EQ(record.tile > 0, stall == cuda::moe_layer::kStallRecords);
-    EXPECT_LE(record.tile, 12u);  // 1 + a route
-    for (const float value : outputs[2][0]) ASSERT_TRUE(std::isnan(value));
-  }
-}
-
-// Records arrive one by one and as they like, before the header and behind it.
-TEST(SimtMoeLayer, RecordsMayComeInAnyOrder) {
-  const HostLayer layer = testing::MakeRandomLayer(Spec(64, 64, 6, Recipe::kMxfp4), 7);
-  std::vector<RankLayer::Batches> steps;
-  for (const uint64_t seed : {44, 45, 46}) {
-    steps.push_back(Batches(layer.spec, {3, 5}, 3, Routing::kMasked, seed));
-  }
-  for (const int own_sort_routes : {layout::kOwnSortRoutes, -1}) {
-    for (uint64_t seed = 1; seed <= 8; ++seed) {
-      SCOPED_TRACE(absl::StrCat("sort of ", own_sort_routes, ", seed ", seed));
-      RankLayer run(
-          layer, PlacementOf(6, 2),
-          {.max_tokens = 5, .max_top_k = 3, .seed = seed, .own_sort_routes = own_sort_routes});
-      const auto outputs = run.Run(steps);
-      ASSERT_EQ(run.error(), "");
-      for (size_t s = 0; s < steps.size(); ++s) ExpectRight(layer, steps[s], outputs[s]);
-    }
-  }
-}
-
-TEST(SimtMoeLayer, TheStopWordEndsARankThatWaits) {
-  const HostLayer layer = testing::MakeRandomLayer(Spec(128, 64, 6, Recipe::kMxfp4), 5);
-  RankLayer run(layer, PlacementOf(6, 2),
-                {.max_tokens = 4,
-                 .max_top_k = 3,
-                 .timeout_ns = 50'000'000,
-                 .stalled_rank = 1,
-                 .stall = cuda::moe_layer::kStallRoutes});
-  run.Stop(0);
-  run.Stop(1);
-  run.Run({Batches(layer.spec, {4, 4}, 3, Routing::kUniform, 6)});
-  ASSERT_EQ(run.error(), "");
-  EXPECT_EQ(run.fault(0).code, cuda::moe_layer::kStopped);
-  EXPECT_LT(run.fault(0).waited_us, 50'000u);
 }
 
 }  // namespace
