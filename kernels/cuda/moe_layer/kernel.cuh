@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cuda/moe_layer/instantiations/instantiations.h"
+#include "kernels/cuda/moe_layer/params_copy.cuh"
 #include "kernels/cuda/moe_layer/role_announce.cuh"
 #include "kernels/cuda/moe_layer/role_combine.cuh"
 #include "kernels/cuda/moe_layer/role_expert.cuh"

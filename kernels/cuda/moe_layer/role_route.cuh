@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cuda/moe_layer/exchange.cuh"
+#include "kernels/cuda/moe_layer/params_copy.cuh"
 #include "kernels/cuda/moe_layer/role_dispatch.cuh"
 #include "kernels/cuda/moe_layer/route_lookup.cuh"
 #include "kernels/cuda/moe_layer/shared_memory.cuh"

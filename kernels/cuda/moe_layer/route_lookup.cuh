@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cuda/moe_layer/exchange.cuh"
+#include "kernels/cuda/moe_layer/params_copy.cuh"
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 

@@ -12,8 +12,9 @@
 //   [SharedState, padded to kStateBytes]
 //   [ring: weights, num_stages x weight stage][ring: tokens, num_token_stages x token_tile rows]
 //   [route_begin, slots + 1][tile_begin, slots + 1]
-// While routes are sorted the rings hold their counts, and at their end a copy of the parameters.
-// Every address is a constant or comes from the parameters: roles keep no pointers in registers.
+// While routes are sorted the rings hold their counts, and a copy of the parameters
+// (params_copy.cuh). Every address is a constant or comes from the parameters: roles keep no
+// pointers in registers.
 namespace expertd::cuda::moe_layer {
 
 // A claimed tile on its way from the claiming warp to the others. `rows` < 0 ends the list.
@@ -67,8 +68,6 @@ static_assert(sizeof(SharedState) <= kStateBytes, "the ring starts behind the st
 __device__ __forceinline__ SharedState& shared_state() {
   return *reinterpret_cast<SharedState*>(ptx::dynamic_shared_memory());
 }
-
-inline constexpr int kParamsBytes = (sizeof(MoeLayerParams) + 15) / 16 * 16;
 
 // Barriers by ring index.
 inline constexpr uint32_t kNoBarrier = 0xffffffffu;
@@ -132,24 +131,6 @@ __device__ __forceinline__ uint32_t* route_begin(const MoeLayerParams& params) {
 }
 __device__ __forceinline__ uint32_t* tile_begin(const MoeLayerParams& params) {
   return route_begin(params) + params.num_slots + 1;
-}
-
-// The parameters, while routes are sorted. Functions that are not inlined reach the launch's own
-// through the global memory behind the constant bank only: a miss for every 32 bytes of them.
-__device__ __forceinline__ MoeLayerParams& routing_params(uint32_t tables_offset) {
-  return *reinterpret_cast<MoeLayerParams*>(ptx::dynamic_shared_memory() + tables_offset -
-                                            kParamsBytes);
-}
-// By all threads of the CTA, a word each; a barrier has to follow.
-__device__ __forceinline__ const MoeLayerParams& copy_params(const MoeLayerParams& params,
-                                                             int thread) {
-  constexpr int kWords = sizeof(MoeLayerParams) / 4;
-  static_assert(kWords <= kThreads);
-  MoeLayerParams& copy = routing_params(params.tables_offset);
-  if (thread < kWords) {
-    reinterpret_cast<uint32_t*>(&copy)[thread] = reinterpret_cast<const uint32_t*>(&params)[thread];
-  }
-  return copy;
 }
 
 // In the workspace, the CTA's own list or the one that the rank's CTAs share: routes by slot; and
