@@ -17,10 +17,11 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// Hardware barrier of `threads` threads of the CTA.
+// Hardware barrier of `threads` threads of the CTA. Warps of different roles come to it at
+// instructions of their own, which the aligned form (bar.sync) does not allow.
 template <int kBarrier>
 __device__ __forceinline__ void barrier_sync(int threads) {
-  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
+  asm volatile("barrier.sync %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
 }
 
 // Read anew each time: addresses that depend on it are not kept in registers across a loop.
