@@ -346,13 +346,12 @@ TEST_P(CudaGroupFaultTest, AStalledRankFailsTheStepByNameAndTheNextStepIsRight) 
   const HostBatch batch = testing::MakeRandomBatch(spec, 100, 4, Routing::kUniform, 10);
   const auto right = testing::RunStep(*backend, spec, batch);
   ASSERT_TRUE(right.ok()) << right.status();
-  std::vector<Stall> stalls = {
-      {cuda::moe_layer::kStallRoutes, "rank 1 did not answer in "},
-      {cuda::moe_layer::kStallTokens, "rank 1 did not answer in "},
-      // Rank 1 waits for itself a quarter longer than rank 0 waits for it.
-      {cuda::moe_layer::kStallFc1, "rank 1 did not answer in "},
-      {cuda::moe_layer::kStallFc2, "rank 1 did not answer in "},
-      {cuda::moe_layer::kStallPartials, "rank 1 did not answer in "}};
+  std::vector<Stall> stalls = {{cuda::moe_layer::kStallRoutes, "rank 1 did not answer in "},
+                               {cuda::moe_layer::kStallTokens, "rank 1 did not answer in "},
+                               // Rank 1 waits for itself a quarter longer than rank 0 waits for it.
+                               {cuda::moe_layer::kStallFc1, "rank 1 did not answer in "},
+                               {cuda::moe_layer::kStallFc2, "rank 1 did not answer in "},
+                               {cuda::moe_layer::kStallPartials, "rank 1 did not answer in "}};
   if (GetParam() == KernelPath::kHostExchange) {  // its kernel has no peers
     stalls = {{cuda::moe_layer::kStallFc1, "rank 1"}, {cuda::moe_layer::kStallFc2, "rank 1"}};
   }
