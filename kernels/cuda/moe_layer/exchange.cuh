@@ -34,7 +34,7 @@ __device__ __forceinline__ void store_record(layout::RouteRecord* to,
 }
 // As it is now: of this step or not.
 __device__ __forceinline__ layout::RouteRecord load_record(const layout::RouteRecord* from) {
-  const uint4 words = ptx::ld_relaxed_sys_b128(from);
+  const uint4 words = ptx::ld_mmio_relaxed_sys_b128(from);
   return {static_cast<int32_t>(words.x), __uint_as_float(words.y), static_cast<int32_t>(words.z),
           words.w};
 }

@@ -69,9 +69,9 @@ struct PartialRecords {
   __device__ __forceinline__ void load(int owner, const Slice& slice, int item, Sent& sent) const {
     if (!slice.inside) return;
     const uint4* from = records_of(owner, rank, item);
-    sent.record[0] = ptx::ld_relaxed_sys_b128(from);
-    sent.record[1] = ptx::ld_relaxed_sys_b128(from + 32);
-    if (!as_bf16) sent.record[2] = ptx::ld_relaxed_sys_b128(from + 64);
+    sent.record[0] = ptx::ld_mmio_relaxed_sys_b128(from);
+    sent.record[1] = ptx::ld_mmio_relaxed_sys_b128(from + 32);
+    if (!as_bf16) sent.record[2] = ptx::ld_mmio_relaxed_sys_b128(from + 64);
   }
 
   // The step if all of a lane's records are of it, or a step that one of them is of instead.

@@ -42,7 +42,7 @@ __device__ __forceinline__ uint32_t ld_acquire_sys(const uint32_t* address) {
 // a vector are accesses of their own.) The load is an mmio one because those are done as they are
 // written: where only some words are used, ptxas makes several narrow loads of a plain relaxed one.
 // tests/kernels/cuda/sass_test.py looks at what was made of it.
-__device__ __forceinline__ uint4 ld_relaxed_sys_b128(const void* address) {
+__device__ __forceinline__ uint4 ld_mmio_relaxed_sys_b128(const void* address) {
   uint64_t low, high;
   asm volatile(
       "{\n"
