@@ -34,12 +34,10 @@ TEST(SimtExchange, RecordsOfAnOlderStepAreNotTaken) {
   for (const bool bf16 : {false, true}) {
     for (const uint64_t seed : {6, 7}) {
       SCOPED_TRACE(absl::StrCat(bf16 ? "BF16" : "F32", ", seed ", seed));
-      RankLayer run(
+      ExpectRightSteps(
           layer, PlacementOf(6, 3),
-          {.num_ctas = 3, .max_tokens = 3, .max_top_k = 4, .partials_bf16 = bf16, .seed = seed});
-      const auto outputs = run.Run(steps);
-      ASSERT_EQ(run.error(), "");
-      for (size_t s = 0; s < steps.size(); ++s) ExpectRight(layer, steps[s], outputs[s]);
+          {.num_ctas = 3, .max_tokens = 3, .max_top_k = 4, .partials_bf16 = bf16, .seed = seed},
+          steps);
     }
   }
 }
@@ -139,12 +137,10 @@ TEST(SimtExchange, RecordsMayComeInAnyOrder) {
   for (const int own_sort_routes : {layout::kOwnSortRoutes, -1}) {
     for (uint64_t seed = 1; seed <= 8; ++seed) {
       SCOPED_TRACE(absl::StrCat("sort of ", own_sort_routes, ", seed ", seed));
-      RankLayer run(
+      ExpectRightSteps(
           layer, PlacementOf(6, 2),
-          {.max_tokens = 5, .max_top_k = 3, .seed = seed, .own_sort_routes = own_sort_routes});
-      const auto outputs = run.Run(steps);
-      ASSERT_EQ(run.error(), "");
-      for (size_t s = 0; s < steps.size(); ++s) ExpectRight(layer, steps[s], outputs[s]);
+          {.max_tokens = 5, .max_top_k = 3, .seed = seed, .own_sort_routes = own_sort_routes},
+          steps);
     }
   }
 }

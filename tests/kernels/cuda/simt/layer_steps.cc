@@ -48,4 +48,16 @@ void ExpectRight(const testing::HostLayer& layer, const RankLayer::Batches& batc
   }
 }
 
+void ExpectRightSteps(const testing::HostLayer& layer, const Placement& placement,
+                      const RankLayer::Options& options,
+                      const std::vector<RankLayer::Batches>& steps) {
+  RankLayer run(layer, placement, options);
+  const auto outputs = run.Run(steps);
+  ASSERT_EQ(run.error(), "");
+  for (size_t s = 0; s < steps.size(); ++s) {
+    SCOPED_TRACE(s);
+    ExpectRight(layer, steps[s], outputs[s]);
+  }
+}
+
 }  // namespace expertd::simt

@@ -24,4 +24,9 @@ RankLayer::Batches Batches(const LayerSpec& spec, const std::vector<int32_t>& to
 void ExpectRight(const testing::HostLayer& layer, const RankLayer::Batches& batches,
                  const std::vector<std::vector<float>>& outputs);
 
+// Runs the steps one after the other: no fault, and every output is right.
+void ExpectRightSteps(const testing::HostLayer& layer, const Placement& placement,
+                      const RankLayer::Options& options,
+                      const std::vector<RankLayer::Batches>& steps);
+
 }  // namespace expertd::simt
