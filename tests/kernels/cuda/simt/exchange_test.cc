@@ -18,6 +18,7 @@ namespace {
 
 using simt::Batches;
 using simt::ExpectRight;
+using simt::ExpectRightSteps;
 using simt::PlacementOf;
 using simt::RankLayer;
 using simt::Spec;
