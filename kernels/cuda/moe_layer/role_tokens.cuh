@@ -189,7 +189,7 @@ struct TokenRole {
   }
 
   // FC1: from x, or from what the ranks sent.
-  __device__ __forceinline__ void gather(const TileSlot& tile, const Rows& rows) {
+  __device__ __forceinline__ void gather(TileSlot& tile, const Rows& rows) {
     const uint16_t* tokens = params.peers.num_ranks > 1 ? params.local.tokens : params.x;
     const int num_stages = num_stages_of(tile);
     const uint32_t block_bytes = tile.width * 128;
@@ -220,6 +220,7 @@ struct TokenRole {
         if (blocks % 2 != 0) zero_block(tile.width, blocks);
       }
       ptx::cp_async_commit();
+      if (ahead == 0) leave_rows(tile, rows);  // the factor comes from device memory
       announce_pending<1>();
       pending = full();
     }
@@ -255,7 +256,6 @@ struct TokenRole {
       Rows rows;
       find_rows(tile, is_fc1, rows);
       if (is_fc1) {
-        if (ahead == 0) leave_rows(tile, rows);
         if (params.peers.num_ranks > 1) wait_for_tokens(rows, tile.rows);
         gather(tile, rows);
       } else {
