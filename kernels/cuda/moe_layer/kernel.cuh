@@ -23,7 +23,7 @@ __device__ __forceinline__ void init_barriers(bool joined) {
   for (int i = 0; i < kMaxStages; ++i) {
     ptx::mbarrier_init(ptx::shared_address(&state->full[i]), joined ? 2 : 1);
     ptx::mbarrier_init(ptx::shared_address(&state->empty[i]), kExpertWarps);
-    ptx::mbarrier_init(ptx::shared_address(&state->token_full[i]), 1);
+    ptx::mbarrier_init(ptx::shared_address(&state->token_full[i]), kTokenWarps);
     ptx::mbarrier_init(ptx::shared_address(&state->token_empty[i]), kExpertWarps);
   }
   for (int i = 0; i < kTileSlots; ++i) {
@@ -35,6 +35,7 @@ __device__ __forceinline__ void init_barriers(bool joined) {
     ptx::mbarrier_init(ptx::shared_address(&state->round_stored[i]), kExpertWarps);
     ptx::mbarrier_init(ptx::shared_address(&state->round_flagged[i]), 1);
   }
+  ptx::mbarrier_init(ptx::shared_address(&state->tokens_asked), 1);
   state->gave_up = kNoFault;
   ptx::fence_mbarrier_init();
 }

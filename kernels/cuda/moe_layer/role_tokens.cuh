@@ -4,20 +4,25 @@
 #include "kernels/cuda/moe_layer/wait.cuh"
 #include "kernels/cuda/ptx/copy.cuh"
 
-// Warps that bring the token rows of each tile into the ring, in turns: warp w takes every
-// kTokenWarps-th stage. For FC1 they gather rows of x, 128-byte swizzled, as wgmma reads them: a
-// stage is announced when its copies have landed and are visible to wgmma, and meanwhile the warp
-// starts its next. For FC2 the rows of h lie ready in that form and bulk copies bring them; a
-// tile's first stage waits until the intermediate of its tokens is complete. Rows past the tile's
-// last are whatever was there: they end in columns that nobody stores. K past the matrix's end,
-// where weights are zero, becomes zeros.
+// Warps that bring the token rows of each tile into the ring. In narrow variants they take stages
+// in turns, warp w every kTokenWarps-th; in wide ones each brings a part of every stage, so that a
+// tile's first is there sooner. For FC1 they gather rows of x, 128-byte swizzled, as wgmma reads
+// them: a stage is announced when its copies have landed and are visible to wgmma, and meanwhile
+// the warp starts its next. For FC2 the rows of h lie ready in that form and bulk copies bring
+// them; a tile's first stage waits until the intermediate of its tokens is complete. Rows past the
+// tile's last are whatever was there: they end in columns that nobody stores. K past the matrix's
+// end, where weights are zero, becomes zeros.
 namespace expertd::cuda::moe_layer {
 
 // kTokens: most rows of a tile.
 template <int kTokens>
 struct TokenRole {
   static constexpr int kLaneRows = (kTokens + 31) / 32;
-  static constexpr int kRowGroups = kTokens / 4;  // a warp copies 128 bytes of four rows at once
+  // Warps that share a stage, and how many stages on a warp's next one is.
+  static constexpr int kSharers = HasJoinedBarrier(kTokens) ? 1 : kTokenWarps;
+  static constexpr int kTurns = kTokenWarps / kSharers;
+  // A warp copies 128 bytes of four rows at once; every kSharers-th such group is its own.
+  static constexpr int kRowGroups = kTokens / 4 / kSharers;
 
   const MoeLayerParams& params;
   Waiter waiter;
@@ -28,17 +33,22 @@ struct TokenRole {
   PipelineState slot;
   int ahead;         // stages from the current tile's first to it
   uint32_t pending;  // barrier of the stage whose copies are under way, or kNoBarrier
+  uint32_t asked;    // to arrive on when the first tokens have been asked for, or kNoBarrier
 
   __device__ __forceinline__ TokenRole(const MoeLayerParams& p, int token_warp, int token_lane)
       : params(p),
         waiter{p},
         warp(token_warp),
         lane(token_lane),
-        ahead(token_warp),
-        pending(kNoBarrier) {
-    stage.index = token_warp;
-    place.index = token_warp;
+        ahead(token_warp % kTurns),
+        pending(kNoBarrier),
+        asked(token_warp == 0 ? tokens_asked_barrier() : kNoBarrier) {
+    stage.index = ahead;
+    place.index = ahead;
   }
+
+  // Which of those that share a stage this warp is.
+  __device__ __forceinline__ int part() const { return kSharers > 1 ? warp : 0; }
 
   // What a lane knows of the tile's rows l, l + 32, ... : their routes and where they begin for
   // FC1, in units of 16 bytes. And one of the tile's factors.
@@ -68,7 +78,7 @@ struct TokenRole {
 
   // Row of a route's token in x or, with several ranks, in what they sent in this step, [R][T].
   __device__ __forceinline__ uint32_t token_row(uint32_t route) const {
-    if (params.peers.num_ranks == 1) return route / static_cast<uint32_t>(params.top_k);
+    if (params.peers.num_ranks == 1) return params.by_top_k.Quotient(route);
     const Sources& sources = shared_state().sources;
     const int source = source_of(params, route);
     const uint32_t token = (route - sources.first_route[source]) / sources.top_k[source];
@@ -125,8 +135,8 @@ struct TokenRole {
   }
 
   __device__ __forceinline__ void next_stage() {
-    ahead += kTokenWarps;
-    for (int i = 0; i < kTokenWarps; ++i) {
+    ahead += kTurns;
+    for (int i = 0; i < kTurns; ++i) {
       stage.advance(params.num_stages);
       place.advance(params.num_token_stages);
     }
@@ -134,6 +144,7 @@ struct TokenRole {
 
   // Zeros for the 64 of K behind the matrix's end that share a unit with the last.
   __device__ __forceinline__ void zero_block(int width, int block) const {
+    if (part() != 0) return;
     const uint32_t to =
         token_stage_address(params, place.index) + block * (width * 128) + lane * 16;
     for (int i = 0; i < width / 4; ++i) ptx::st_shared_zero_v4(to + i * 512);
@@ -151,6 +162,12 @@ struct TokenRole {
     pending = kNoBarrier;
   }
 
+  // The weights behind the first stage's wait for this. Warp 0 has a part in every first stage.
+  __device__ __forceinline__ void say_asked() {
+    if (asked != kNoBarrier && lane == 0) ptx::mbarrier_arrive(asked);
+    asked = kNoBarrier;
+  }
+
   // What this warp's next stage is announced on.
   __device__ __forceinline__ uint32_t full() const {
     return HasJoinedBarrier(kTokens) ? full_barrier(stage.index) : token_full_barrier(place.index);
@@ -165,25 +182,29 @@ struct TokenRole {
     __syncwarp();
   }
 
-  // Blocks of 64 of K of all rows. `source` [row group]: where the lane's row begins; `from`:
-  // the lane's chunk of row 0.
+  // Blocks of 64 of K of this warp's rows. `source` [row group]: where the lane's row begins; `to`,
+  // `from`: the lane's chunk of the first group's row, and of row 0.
   template <int kBlocks>
   __device__ __forceinline__ static void copy_rows(uint32_t to, uint32_t block_bytes,
                                                    const uint32_t (&source)[kRowGroups],
                                                    int last_row, const char* from) {
-    uint32_t targets[2][kBlocks];  // of even and odd groups: they differ in one bit of the swizzle
+    constexpr int kSwizzles = kSharers == 1 ? 2 : 1;  // even and odd groups: they differ in one bit
+    uint32_t targets[kSwizzles][kBlocks];
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      targets[0][block] = to + block * block_bytes;
-      targets[1][block] = targets[0][block] ^ 64u;
+#pragma unroll
+      for (int odd = 0; odd < kSwizzles; ++odd) {
+        targets[odd][block] = (to + block * block_bytes) ^ (odd * 64u);
+      }
     }
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) {
-      if (4 * group > last_row) break;
+      if (4 * kSharers * group > last_row) break;
       const char* row = from + uint64_t{source[group]} * 16;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        ptx::cp_async_16(targets[group % 2][block] + group * 512, row + block * 128);
+        ptx::cp_async_16(targets[group % kSwizzles][block] + kSharers * group * 512,
+                         row + block * 128);
       }
     }
   }
@@ -194,13 +215,14 @@ struct TokenRole {
     const int num_stages = num_stages_of(tile);
     const uint32_t block_bytes = tile.width * 128;
     const int last_row = tile.rows - 1;
-    const int first_row = lane >> 3;
+    const int first_row = 4 * part() + (lane >> 3);
     uint32_t source[kRowGroups];
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) {
-      const int row = min(4 * group + first_row, last_row);
-      source[group] = __shfl_sync(0xffffffffu, rows.source[4 * group / 32], row & 31);
+      const int row = min(4 * kSharers * group + first_row, last_row);
+      source[group] = __shfl_sync(0xffffffffu, rows.source[4 * kSharers * group / 32], row & 31);
     }
+    const int copied_row = last_row - 4 * part();  // a group is copied if it begins up to here
     const uint32_t in_stage = first_row * 128 + (((lane & 7) ^ first_row) << 4);
     for (; ahead < num_stages; next_stage()) {
       wait_empty();
@@ -209,17 +231,18 @@ struct TokenRole {
       const char* from = reinterpret_cast<const char*>(tokens) + column;
       uint32_t to = token_stage_address(params, place.index) + in_stage;
       if (blocks >= kStageBlocks) {
-        copy_rows<kStageBlocks>(to, block_bytes, source, last_row, from);
+        copy_rows<kStageBlocks>(to, block_bytes, source, copied_row, from);
       } else {
 #pragma unroll 1
         for (int block = 0; block < blocks; ++block) {
-          copy_rows<1>(to, block_bytes, source, last_row, from);
+          copy_rows<1>(to, block_bytes, source, copied_row, from);
           to += block_bytes;
           from += 128;
         }
         if (blocks % 2 != 0) zero_block(tile.width, blocks);
       }
       ptx::cp_async_commit();
+      say_asked();
       if (ahead == 0) leave_rows(tile, rows);  // the factor comes from device memory
       announce_pending<1>();
       pending = full();
@@ -241,9 +264,10 @@ struct TokenRole {
       if (blocks % 2 != 0) zero_block(tile.width, blocks);
       __syncwarp();
       const uint32_t barrier = full();
-      if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier, blocks * block_bytes);
+      const int own_blocks = (blocks + kSharers - 1 - part()) / kSharers;
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier, own_blocks * block_bytes);
       __syncwarp();
-      if (lane < blocks) {
+      if (lane < blocks && lane % kSharers == part()) {
         ptx::bulk_copy(token_stage_address(params, place.index) + lane * (tile.width * 128),
                        h + (first_block + lane) * block_bytes, block_bytes, barrier);
       }
@@ -254,6 +278,8 @@ struct TokenRole {
     if (ahead < num_stages_of(tile)) {
       const bool is_fc1 = tile.tile.phase == Phase::kFc1;
       Rows rows;
+      // Weights do not wait where tokens have to.
+      if (!is_fc1 || params.peers.num_ranks > 1) say_asked();
       find_rows(tile, is_fc1, rows);
       if (is_fc1) {
         if (params.peers.num_ranks > 1) wait_for_tokens(rows, tile.rows);

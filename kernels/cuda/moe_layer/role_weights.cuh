@@ -84,7 +84,8 @@ __device__ __forceinline__ bool post_tile(const MoeLayerParams& params, int slot
 
 template <layout::WeightFormat kFormat, int... kWidths>
 struct WeightRole {
-  static constexpr int kClaimStages = 3;  // from a claim to when its answer is looked at
+  static constexpr int kPostedStages = 2;  // of a tile's, behind the posting of the next tile
+  static constexpr int kClaimStages = 3;   // from a claim to when its answer is looked at
 
   const MoeLayerParams& params;
   Waiter waiter;
@@ -118,26 +119,33 @@ struct WeightRole {
     stage.advance(params.num_stages);
   }
 
-  // The CTA's first tile has been posted. The next one is claimed late, so that at the end of the
-  // list no CTA holds a tile that another could have begun; but the answer takes some two
-  // microseconds to come (nothing may look at it before), and the token warps three more to have
-  // the tile's first rows here, while the ring lasts five: so it is posted before the last stage of
-  // the tile in hand.
+  // The CTA's first tile has been posted. Of its weights only the first stage goes before its first
+  // tokens: a whole ring of them would keep the tokens two microseconds.
+  // The next tile is claimed late, so that at the end of the list no CTA holds one that another
+  // could have begun; but the answer takes some two microseconds to come (nothing may look at it
+  // before), and the token warps three more to have the tile's first rows here, while the ring
+  // lasts five: so it is posted before the last two stages of the tile in hand.
   __device__ __forceinline__ void run() {
-    WeightSource source = {};
     bool more = shared_state().tiles[0].rows > 0;
+    bool first = true;
     while (more) {
-      source = weight_source<kFormat>(params, shared_state().tiles[slot.index].tile);
+      WeightSource source = weight_source<kFormat>(params, shared_state().tiles[slot.index].tile);
       slot.advance(kTileSlots);
-      int left = (source.units - 1) / kStageUnits;
-      for (; left > kClaimStages; --left) stream_stage(source);
+      int left = (source.units + kStageUnits - 1) / kStageUnits;
+      if (first && left > 1) {
+        stream_stage(source);
+        waiter.wait(tokens_asked_barrier(), 0);
+        --left;
+      }
+      first = false;
+      for (; left > kClaimStages + kPostedStages; --left) stream_stage(source);
       const uint64_t claimed = claim(params);
-      for (; left > 0; --left) stream_stage(source);
+      for (; left > kPostedStages; --left) stream_stage(source);
       waiter.wait(tile_empty_barrier(slot.index), slot.phase ^ 1u);
       const bool of_step = claimed >> 32 == params.step;  // or this kernel has been overtaken
       const uint32_t index = gridDim.x + static_cast<uint32_t>(claimed);
       more = post_tile<kWidths...>(params, slot.index, of_step ? index : ~0u);
-      stream_stage(source);
+      for (; left > 0; --left) stream_stage(source);
     }
   }
 };

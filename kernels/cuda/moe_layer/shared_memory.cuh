@@ -46,14 +46,15 @@ struct SendWindow {
 struct SharedState {
   uint64_t full[kMaxStages];         // weights loaded, 1 arrival and the bytes; joined: tokens too
   uint64_t empty[kMaxStages];        // weights in registers: kExpertWarps arrivals
-  uint64_t token_full[kMaxStages];   // tokens loaded: 1 arrival, and the bytes for FC2
+  uint64_t token_full[kMaxStages];   // tokens loaded: kTokenWarps arrivals, and the bytes for FC2
   uint64_t token_empty[kMaxStages];  // tokens multiplied: kExpertWarps arrivals
   uint64_t tile_full[kTileSlots];    // tile posted: 1 arrival
   uint64_t tile_done[kTileSlots];    // results stored: kExpertWarps arrivals
   uint64_t tile_empty[kTileSlots];   // slot free: kTokenWarps arrivals + 1 of the announcing warp
   uint64_t round_stored[kRoundSlots];   // combine: partial rows stored: kExpertWarps arrivals
   uint64_t round_flagged[kRoundSlots];  // and flagged: 1 arrival of the announcing warp
-  uint32_t gave_up;                     // FaultCode of the CTA's first failed wait
+  uint64_t tokens_asked;  // the first tile's first tokens have been asked for: 1 arrival
+  uint32_t gave_up;       // FaultCode of the CTA's first failed wait
   Sources sources;
   int64_t list_begin;  // of the step's list of routes, among layout::ListEntries
   Schedule schedule;
@@ -82,6 +83,9 @@ __device__ __forceinline__ uint32_t token_full_barrier(int place) {
 }
 __device__ __forceinline__ uint32_t token_empty_barrier(int place) {
   return ptx::shared_address(shared_state().token_empty) + place * 8;
+}
+__device__ __forceinline__ uint32_t tokens_asked_barrier() {
+  return ptx::shared_address(&shared_state().tokens_asked);
 }
 __device__ __forceinline__ uint32_t tile_full_barrier(int slot) {
   return ptx::shared_address(shared_state().tile_full) + slot * 8;
