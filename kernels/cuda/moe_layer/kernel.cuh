@@ -36,6 +36,7 @@ __device__ __forceinline__ void init_barriers(bool joined) {
     ptx::mbarrier_init(ptx::shared_address(&state->round_flagged[i]), 1);
   }
   ptx::mbarrier_init(ptx::shared_address(&state->tokens_asked), 1);
+  ptx::mbarrier_init(ptx::shared_address(&state->unwatched), kExpertWarps);
   state->gave_up = kNoFault;
   ptx::fence_mbarrier_init();
 }
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     ptx::setmaxnreg_inc<kExpertRegisters>();
-    ExpertRole<kFormat, kWidths...>{params, Waiter{params}, warp / 4, warp % 4, lane}.run();
+    ExpertRole<kFormat, kWidths...>(params, warp / 4, warp % 4, lane).run();
     if (threadIdx.x == 0) mark(params, kMarkCombine);
     combine_outputs(params, warp, lane);
     if (threadIdx.x == 0) {

@@ -26,9 +26,20 @@ struct ExpertRole {
   int group;  // warpgroup
   int warp;   // in the warpgroup
   int lane;
+  uint32_t codes_offset;   // in a stage: of the thread's codes of the first unit
+  uint32_t scales_offset;  // and of its rows' scales
   PipelineState stage;
   PipelineState tokens;
   PipelineState slot;
+
+  __device__ __forceinline__ ExpertRole(const MoeLayerParams& p, int g, int w, int l)
+      : params(p),
+        waiter{p},
+        group(g),
+        warp(w),
+        lane(l),
+        codes_offset(g * kUnit + (w * 32 + l) * 16),
+        scales_offset(g * kUnit + layout::ScaleWordOffset(kFormat, w * 16 + l / 4, 0)) {}
 
   __device__ __forceinline__ void wait_tokens() const {
     if constexpr (!kJoined) waiter.wait(token_full_barrier(tokens.index), tokens.phase);
@@ -39,21 +50,16 @@ struct ExpertRole {
 
   __device__ __forceinline__ void load(Packed& packed, int unit) const {
     const uint32_t base =
-        weight_stage_address<kFormat>(stage.index) + (unit * layout::kGroupTiles + group) * kUnit;
-    packed.load(base + (warp * 32 + lane) * 16,
-                base + layout::ScaleWordOffset(kFormat, warp * 16 + lane / 4, 0));
+        weight_stage_address<kFormat>(stage.index) + unit * (layout::kGroupTiles * kUnit);
+    packed.load(base + codes_offset, base + scales_offset);
   }
 
   __device__ __forceinline__ void release_weights() {
-    if (lane == 0) ptx::mbarrier_arrive(empty_barrier(stage.index));
+    if (ptx::elect_one()) ptx::mbarrier_arrive(empty_barrier(stage.index));
     stage.advance(params.num_stages);
   }
-  // What the warp arrives on when it has multiplied the current stage, or kNoBarrier.
-  __device__ __forceinline__ uint32_t tokens_held() const {
-    return lane == 0 ? token_empty_barrier(tokens.index) : kNoBarrier;
-  }
   __device__ __forceinline__ static void release(uint32_t barrier) {
-    if (barrier != kNoBarrier) ptx::mbarrier_arrive(barrier);
+    if (ptx::elect_one()) ptx::mbarrier_arrive(barrier);
   }
   __device__ __forceinline__ void next_tokens() { tokens.advance(params.num_token_stages); }
 
@@ -76,19 +82,18 @@ struct ExpertRole {
     ptx::wgmma_wait<1>();
   }
 
-  // acc += unit x tokens. `held`: token barrier of the stage before this one, whose last group has
-  // ended after the first group here, or kNoBarrier.
-  template <int kWidth>
+  // acc += unit x tokens. `after_first_group`: what was multiplied before this unit has ended.
+  template <int kWidth, typename Then>
   __device__ __forceinline__ void multiply(Accumulators<kWidth>& acc, const Packed& packed,
-                                           uint64_t tokens, uint32_t held) const {
+                                           uint64_t tokens, Then after_first_group) const {
     const ScaleFragment<kFormat> scale(packed);
     if constexpr (kWidth <= kWideGroupTokens) {
       multiply_group<kWidth, 0, 2>(acc, packed, scale, tokens);
-      release(held);
+      after_first_group();
       multiply_group<kWidth, 2, 2>(acc, packed, scale, tokens);
     } else {
       multiply_group<kWidth, 0, 1>(acc, packed, scale, tokens);
-      release(held);
+      after_first_group();
       multiply_group<kWidth, 1, 1>(acc, packed, scale, tokens);
       multiply_group<kWidth, 2, 1>(acc, packed, scale, tokens);
       multiply_group<kWidth, 3, 1>(acc, packed, scale, tokens);
@@ -100,24 +105,61 @@ struct ExpertRole {
     return ptx::kDescriptor | __shfl_sync(0xffffffffu, address >> 4, 0);
   }
 
-  // One stage: `first` is the first unit of it, and becomes that of the next stage.
+  // The current stage's first unit. Then both are in registers, its weights are released, and the
+  // next stage is the current one. `held`: what to arrive on when the tokens of the stage before
+  // have been multiplied; becomes this stage's. Returns the tokens of the second unit.
   template <int kWidth>
-  __device__ __forceinline__ void multiply_stage(Accumulators<kWidth>& acc, Packed& first,
-                                                 Packed& second, int& left, uint32_t& held) {
+  __device__ __forceinline__ uint64_t multiply_first(Accumulators<kWidth>& acc, const Packed& first,
+                                                     Packed& second, uint32_t& held) {
     load(second, 1);  // garbage if the stage has one unit
     wait_tokens();
-    const uint64_t tokens = token_descriptor();
-    const uint32_t current = tokens_held();
+    const uint64_t tokens_first = token_descriptor();
+    const uint32_t current = token_empty_barrier(tokens.index);
     next_tokens();
-    multiply<kWidth>(acc, first, tokens, held);
+    multiply<kWidth>(acc, first, tokens_first, [&] { release(held); });
     held = current;
-    release_weights();  // both units are in registers
-    left -= 2;
-    if (left > 0) {
-      wait_stage();
-      load(first, 0);
+    release_weights();
+    return tokens_first + 2 * (kWidth * 8);
+  }
+  template <int kWidth>
+  __device__ __forceinline__ void multiply_second(Accumulators<kWidth>& acc, const Packed& second,
+                                                  uint64_t tokens_second) const {
+    multiply<kWidth>(acc, second, tokens_second, [] {});
+  }
+
+  // A tile's `left` units; the last stage may have one. Narrow variants are short of instruction
+  // slots: the last stage's second unit is apart from the loop. In wide ones that copy makes ptxas
+  // order all multiplications.
+  template <int kWidth>
+  __device__ __forceinline__ void multiply_tile(Accumulators<kWidth>& acc, int left,
+                                                uint32_t& held) {
+    Packed first, second;
+    wait_stage();
+    load(first, 0);
+    if constexpr (kJoined) {
+      uint64_t tokens_second;
+#pragma unroll 1
+      for (;;) {
+        tokens_second = multiply_first<kWidth>(acc, first, second, held);
+        left -= 2;
+        if (left <= 0) break;
+        wait_stage();
+        load(first, 0);
+        multiply_second<kWidth>(acc, second, tokens_second);
+      }
+      if (left == 0) multiply_second<kWidth>(acc, second, tokens_second);
+    } else {
+#pragma unroll 1
+      do {
+        const uint64_t tokens_second = multiply_first<kWidth>(acc, first, second, held);
+        left -= 2;
+        if (left > 0) {
+          wait_stage();
+          load(first, 0);
+        }
+        if (left >= 0) multiply_second<kWidth>(acc, second, tokens_second);
+      } while (left > 0);
     }
-    if (left >= 0) multiply<kWidth>(acc, second, tokens + 2 * (kWidth * 8), kNoBarrier);
   }
 
   template <int kWidth>
@@ -125,15 +167,8 @@ struct ExpertRole {
     Accumulators<kWidth> acc;
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) acc[i] = 0.0f;
-    uint32_t held = kNoBarrier;
-    int left = tile.num_units;
-    Packed first, second;
-    wait_stage();
-    load(first, 0);
-#pragma unroll 1
-    do {
-      multiply_stage<kWidth>(acc, first, second, left, held);
-    } while (left > 0);
+    uint32_t held = unwatched_barrier();
+    multiply_tile<kWidth>(acc, tile.num_units, held);
     ptx::wgmma_wait<0>();
     release(held);
     const int row_tile = tile.tile.first_row_tile + group;
@@ -150,7 +185,7 @@ struct ExpertRole {
       wait_stage();
       release_weights();
       wait_tokens();
-      release(tokens_held());
+      release(token_empty_barrier(tokens.index));
       next_tokens();
     }
   }

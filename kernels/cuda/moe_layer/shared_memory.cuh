@@ -54,6 +54,7 @@ struct SharedState {
   uint64_t round_stored[kRoundSlots];   // combine: partial rows stored: kExpertWarps arrivals
   uint64_t round_flagged[kRoundSlots];  // and flagged: 1 arrival of the announcing warp
   uint64_t tokens_asked;  // the first tile's first tokens have been asked for: 1 arrival
+  uint64_t unwatched;     // who has nothing to release arrives here; nobody waits
   uint32_t gave_up;       // FaultCode of the CTA's first failed wait
   Sources sources;
   int64_t list_begin;  // of the step's list of routes, among layout::ListEntries
@@ -86,6 +87,9 @@ __device__ __forceinline__ uint32_t token_empty_barrier(int place) {
 }
 __device__ __forceinline__ uint32_t tokens_asked_barrier() {
   return ptx::shared_address(&shared_state().tokens_asked);
+}
+__device__ __forceinline__ uint32_t unwatched_barrier() {
+  return ptx::shared_address(&shared_state().unwatched);
 }
 __device__ __forceinline__ uint32_t tile_full_barrier(int slot) {
   return ptx::shared_address(shared_state().tile_full) + slot * 8;

@@ -31,6 +31,17 @@ __device__ __forceinline__ int lane_id() {
   return lane;
 }
 
+// True on one lane of the warp, all of which are here.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // Transposes an 8x8 matrix of 16-bit elements: lane 4 r + c holds row r, columns 2 c and 2 c + 1.
 __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t fragment) {
   uint32_t result;
