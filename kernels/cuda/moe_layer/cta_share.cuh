@@ -8,7 +8,7 @@ namespace expertd::cuda::moe_layer {
 // Whether a rank has many tokens, more than there are CTAs. Then each CTA takes some of them whole,
 // the announcing warps return what is due early, and partial rows are flagged. Of a rank that has
 // few the CTAs share slices of tokens, and partial rows cross as records.
-__device__ __forceinline__ bool is_long(int num_tokens) {
+__device__ __forceinline__ bool has_many_tokens(int num_tokens) {
   return num_tokens > static_cast<int>(gridDim.x);
 }
 
@@ -27,19 +27,19 @@ __device__ __forceinline__ Block share_of(int count) {
 
 // The tokens that fall to this CTA whole, of a rank that has many.
 __device__ __forceinline__ Block tokens_of(int num_tokens) {
-  return is_long(num_tokens) ? share_of(num_tokens) : Block{0, 0};
+  return has_many_tokens(num_tokens) ? share_of(num_tokens) : Block{0, 0};
 }
-__device__ __forceinline__ bool any_is_long(const MoeLayerParams& params) {
+__device__ __forceinline__ bool any_has_many_tokens(const MoeLayerParams& params) {
   bool any = false;
 #pragma unroll 1
   for (int rank = 0; rank < params.peers.num_ranks; ++rank) {
-    any |= is_long(shared_state().sources.num_tokens[rank]);
+    any |= has_many_tokens(shared_state().sources.num_tokens[rank]);
   }
   return any;
 }
 // The items (token, slice), token by token, that this CTA combines where there is one rank.
 __device__ __forceinline__ Block items_of(int num_tokens, int slices) {
-  if (!is_long(num_tokens)) return share_of(num_tokens * slices);
+  if (!has_many_tokens(num_tokens)) return share_of(num_tokens * slices);
   const Block tokens = share_of(num_tokens);
   return {tokens.first * slices, tokens.count * slices};
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/cuda/moe_layer/role_combine_many.cuh"
+#include "kernels/cuda/moe_layer/return_rounds.cuh"
 #include "kernels/cuda/moe_layer/role_return.cuh"
 #include "kernels/cuda/moe_layer/token_sender.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
@@ -108,7 +108,7 @@ static __device__ __noinline__ void announce_tiles_of_ranks(const MoeLayerParams
   AnnounceRole role(params, lane);
   role.send_tokens();
   role.return_partials();
-  CombineManyRole(params, params, 0, lane).flag_rounds();
+  ReturnRounds(params, params, 0, lane).flag_rounds();
 }
 static __device__ __noinline__ void announce_tiles(const MoeLayerParams& params, int lane) {
   if (params.peers.num_ranks > 1) return announce_tiles_of_ranks(params, lane);

@@ -49,7 +49,7 @@ static __device__ __noinline__ void combine_few(const MoeLayerParams& params,
 }
 static __device__ __noinline__ void combine_ranks(const MoeLayerParams& params, int warp,
                                                   int lane) {
-  const bool many = any_is_long(params);
+  const bool many = any_has_many_tokens(params);
   if (many) combine_many(params, warp, lane);
   combine_few(params, many, warp, lane);
 }

@@ -3,10 +3,10 @@
 #include "kernels/cuda/moe_layer/combine_warp.cuh"
 #include "kernels/cuda/moe_layer/partial_records.cuh"
 
-// The end of a step for the ranks that have few tokens in it (not is_long): a warp's items of the
-// peers first, which go out as records, then this rank's own. Made for latency: one loop, since
-// code is fetched when it is needed; no parameter is loaded behind the wait for the outputs, whose
-// fence empties L1 (the caller has copied them); and nobody meets anybody.
+// The end of a step for the ranks that have few tokens in it (not has_many_tokens): a warp's items
+// of the peers first, which go out as records, then this rank's own. Made for latency: one loop,
+// since code is fetched when it is needed; no parameter is loaded behind the wait for the outputs,
+// whose fence empties L1 (the caller has copied them); and nobody meets anybody.
 namespace expertd::cuda::moe_layer {
 
 struct CombineFewRole {
@@ -55,7 +55,7 @@ struct CombineFewRole {
       at.home =
           rank + at.distance < num_ranks ? rank + at.distance : rank + at.distance - num_ranks;
       const int num_tokens = shared_state().sources.num_tokens[at.home];
-      if (is_long(num_tokens) || (at.home != rank && !returns)) continue;
+      if (has_many_tokens(num_tokens) || (at.home != rank && !returns)) continue;
       const Block items = share_of(num_tokens * slices);
       const CombineWarp::Run run = common.warp_run({items.first, items.first + items.count});
       at.left = run.end - run.begin;

@@ -5,16 +5,16 @@
 
 // Partial rows of the peers' tokens that can go back while FC2 still runs: FC2 goes slot after
 // slot, and a token's partial row is due when the last slot that it needs here is complete. Of
-// ranks that have many tokens (is_long) the announcing warp of each CTA returns those of the CTA's
-// tokens (tokens_of) that are due early enough; combine returns the others, and what is left of one
-// that is begun when the list ends.
+// ranks that have many tokens (has_many_tokens) the announcing warp of each CTA returns those of
+// the CTA's tokens (tokens_of) that are due early enough; combine returns the others, and what is
+// left of one that is begun when the list ends.
 namespace expertd::cuda::moe_layer {
 
 __device__ __forceinline__ bool returns_early(const MoeLayerParams& params) {
   bool any = false;
 #pragma unroll 1
   for (int rank = 0; rank < params.peers.num_ranks; ++rank) {
-    any |= rank != params.peers.rank && is_long(shared_state().sources.num_tokens[rank]);
+    any |= rank != params.peers.rank && has_many_tokens(shared_state().sources.num_tokens[rank]);
   }
   return any && params.stall != kStallPartials;
 }

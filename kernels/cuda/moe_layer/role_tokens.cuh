@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/cuda/moe_layer/exchange.cuh"
+#include "kernels/cuda/moe_layer/tile_rows.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 #include "kernels/cuda/ptx/copy.cuh"
 
@@ -17,7 +17,7 @@ namespace expertd::cuda::moe_layer {
 // kTokens: most rows of a tile.
 template <int kTokens>
 struct TokenRole {
-  static constexpr int kLaneRows = (kTokens + 31) / 32;
+  using Rows = TileRows<kTokens>;
   // Warps that share a stage, and how many stages on a warp's next one is.
   static constexpr int kSharers = HasJoinedBarrier(kTokens) ? 1 : kTokenWarps;
   static constexpr int kTurns = kTokenWarps / kSharers;
@@ -49,77 +49,6 @@ struct TokenRole {
 
   // Which of those that share a stage this warp is.
   __device__ __forceinline__ int part() const { return kSharers > 1 ? warp : 0; }
-
-  // What a lane knows of the tile's rows l, l + 32, ... : their routes and where they begin for
-  // FC1, in units of 16 bytes. And one of the tile's factors.
-  struct Rows {
-    uint32_t route[kLaneRows];
-    uint32_t source[kLaneRows];
-    float factor;
-  };
-
-  __device__ __forceinline__ void find_rows(const TileSlot& tile, bool is_fc1, Rows& rows) const {
-    const uint32_t row_chunks = params.hidden / 8;
-    const int row_tiles = is_fc1 ? params.intermediate / 32 : params.hidden / 64;
-    const float* factors = (is_fc1 ? params.fc1_factors : params.fc2_factors) +
-                           (int64_t{tile.tile.slot} * row_tiles + tile.tile.first_row_tile) * 2;
-    rows.factor = ahead == 0 && lane < 2 * tile.tile.num_row_tiles ? factors[lane] : 0.0f;
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      const int row = lane + 32 * i;
-      rows.route[i] = 0;
-      rows.source[i] = 0;
-      if (row >= tile.rows) continue;
-      const uint32_t position = tile.first_route + row;
-      rows.route[i] = sorted_routes(params)[position];
-      if (is_fc1) rows.source[i] = token_row(rows.route[i]) * row_chunks;
-    }
-  }
-
-  // Row of a route's token in x or, with several ranks, in what they sent in this step, [R][T].
-  __device__ __forceinline__ uint32_t token_row(uint32_t route) const {
-    if (params.peers.num_ranks == 1) return params.by_top_k.Quotient(route);
-    const Sources& sources = shared_state().sources;
-    const int source = source_of(params, route);
-    const uint32_t token = (route - sources.first_route[source]) / sources.top_k[source];
-    return source * params.workspace.max_tokens + token;
-  }
-
-  // FC1, several ranks: until the rows are here, this rank's own too.
-  __device__ __forceinline__ void wait_for_tokens(const Rows& rows, int count) const {
-    uint32_t found[kLaneRows];
-    Awaited what = {kWaitTokens, 0, params.peers.rank};
-    const uint32_t* flags[kLaneRows];
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      flags[i] = nullptr;
-      if (lane + 32 * i >= count) continue;
-      const Sources& sources = shared_state().sources;
-      const int source = source_of(params, rows.route[i]);
-      const uint32_t token = (rows.route[i] - sources.first_route[source]) / sources.top_k[source];
-      flags[i] = token_flags(params, source, params.peers.rank) + token;
-      what.tile = token;
-      what.peer = source;
-    }
-    (void)waiter.wait_for_peer(what, [&] {
-      uint32_t missing = params.step;
-#pragma unroll
-      for (int i = 0; i < kLaneRows; ++i) {
-        found[i] = flags[i] == nullptr ? params.step : ptx::ld_acquire_sys(flags[i]);
-        if (found[i] != params.step) missing = found[i];
-      }
-      return missing;
-    });
-  }
-
-  // By the warp that has the tile's first stage, for those who store results.
-  __device__ __forceinline__ void leave_rows(TileSlot& tile, const Rows& rows) const {
-    if (lane < 2 * tile.tile.num_row_tiles) tile.factors[lane / 2][lane % 2] = rows.factor;
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      if (lane + 32 * i < tile.rows) tile.route[lane + 32 * i] = rows.route[i];
-    }
-  }
 
   __device__ __forceinline__ void wait_for_fc1(int token_tile) const {
     const int row_tiles = params.intermediate / 32;
@@ -243,7 +172,7 @@ struct TokenRole {
       }
       ptx::cp_async_commit();
       say_asked();
-      if (ahead == 0) leave_rows(tile, rows);  // the factor comes from device memory
+      if (ahead == 0) rows.leave_in(tile, lane);  // the factor comes from device memory
       announce_pending<1>();
       pending = full();
     }
@@ -277,16 +206,16 @@ struct TokenRole {
   __device__ __forceinline__ void bring(TileSlot& tile) {
     if (ahead < num_stages_of(tile)) {
       const bool is_fc1 = tile.tile.phase == Phase::kFc1;
-      Rows rows;
       // Weights do not wait where tokens have to.
       if (!is_fc1 || params.peers.num_ranks > 1) say_asked();
-      find_rows(tile, is_fc1, rows);
+      Rows rows;
+      rows.find(params, tile, is_fc1, ahead == 0, lane);
       if (is_fc1) {
-        if (params.peers.num_ranks > 1) wait_for_tokens(rows, tile.rows);
+        if (params.peers.num_ranks > 1) rows.wait_for_tokens(params, tile.rows, lane);
         gather(tile, rows);
       } else {
         wait_for_fc1(tile.tile.token_tile);  // while the rows' routes are on their way
-        if (ahead == 0) leave_rows(tile, rows);
+        if (ahead == 0) rows.leave_in(tile, lane);
         copy_intermediate(tile);
       }
     }
