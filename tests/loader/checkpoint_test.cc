@@ -16,15 +16,14 @@ namespace {
 namespace fs = std::filesystem;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using testing::kShard0;
+using testing::kShard1;
 using ::testing::Not;
 using testing::SafetensorsBytes;
 using testing::TempDir;
 using testing::TestCheckpoint;
 using testing::TestTensor;
 using testing::WriteFile;
-
-constexpr char kShard0[] = "model-00001-of-00002.safetensors";
-constexpr char kShard1[] = "model-00002-of-00002.safetensors";
 
 class CheckpointTest : public ::testing::Test {
  protected:

@@ -26,12 +26,11 @@ namespace {
 namespace fs = std::filesystem;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using testing::kShard0;
+using testing::kShard1;
 using testing::MemorySink;
 using testing::TempDir;
 using testing::TestCheckpoint;
-
-constexpr char kShard0[] = "model-00001-of-00002.safetensors";
-constexpr char kShard1[] = "model-00002-of-00002.safetensors";
 
 std::string FloatBytes(float value) { return testing::internal::FloatBytes(value); }
 

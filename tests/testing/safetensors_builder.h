@@ -71,6 +71,10 @@ inline std::string SafetensorsBytes(const std::map<std::string, TestTensor>& ten
   return SafetensorsBytes(header + "}", data);
 }
 
+// The files of a TestCheckpoint's two layers.
+inline constexpr char kShard0[] = "model-00001-of-00002.safetensors";
+inline constexpr char kShard1[] = "model-00002-of-00002.safetensors";
+
 // A small checkpoint whose files a test can bend before they are written: tensors by shard,
 // config.json and the index as text. Without a change it can be served.
 struct TestCheckpoint {
@@ -136,7 +140,7 @@ inline TestCheckpoint MakeV4(
                              std::map<std::string, TestTensor>* tensors)>& add) {
   TestCheckpoint checkpoint;
   for (int layer = 0; layer < 2; ++layer) {
-    const std::string file = absl::StrCat("model-0000", layer + 1, "-of-00002.safetensors");
+    const std::string file = layer == 0 ? kShard0 : kShard1;
     auto& tensors = checkpoint.shards[file];
     for (int expert = 0; expert < 2; ++expert) {
       for (int w = 1; w <= 3; ++w) {
