@@ -10,6 +10,7 @@
 namespace expertd::cuda {
 namespace {
 
+using moe_layer::HasOneRing;
 using moe_layer::HasWidth;
 using moe_layer::kMaxSlots;
 using moe_layer::kMaxStages;
@@ -49,6 +50,27 @@ absl::Status CheckMultiple(const char* field, int64_t found) {
       " up to ", limits::kMaxHiddenSize, " for the CUDA kernel"));
 }
 
+void ChooseStages(const LayerShape& layer, KernelConfig& config) {
+  const auto fits = [&](int stages, int token_stages) {
+    return SharedBytes(layer, config.token_tile, stages, token_stages) <= kMaxSharedBytes;
+  };
+  if (HasOneRing(config.token_tile)) {
+    config.num_stages = kMaxStages;
+    while (!fits(config.num_stages, config.num_stages)) --config.num_stages;
+    config.num_token_stages = config.num_stages;
+    return;
+  }
+  config.num_token_stages = StagesThatFit(layer, config.token_tile, kGoodStages) >= kGoodStages
+                                ? kGoodStages
+                                : kMinStages;
+  config.num_stages = StagesThatFit(layer, config.token_tile, config.num_token_stages);
+  // What is left over holds more tokens: their copies start later than the weights'.
+  while (config.num_token_stages < config.num_stages &&
+         fits(config.num_stages, config.num_token_stages + 1)) {
+    ++config.num_token_stages;
+  }
+}
+
 }  // namespace
 
 std::string KernelConfig::ToString() const {
@@ -86,16 +108,7 @@ absl::StatusOr<KernelConfig> ChooseKernelConfig(const LayerShape& layer, int32_t
          StagesThatFit(layer, config.token_tile, kMinStages) < kMinStages) {
     config.token_tile -= 8;
   }
-  config.num_token_stages = StagesThatFit(layer, config.token_tile, kGoodStages) >= kGoodStages
-                                ? kGoodStages
-                                : kMinStages;
-  config.num_stages = StagesThatFit(layer, config.token_tile, config.num_token_stages);
-  // What is left over holds more tokens: their copies start later than the weights'.
-  while (config.num_token_stages < config.num_stages &&
-         SharedBytes(layer, config.token_tile, config.num_stages, config.num_token_stages + 1) <=
-             kMaxSharedBytes) {
-    ++config.num_token_stages;
-  }
+  ChooseStages(layer, config);
   config.num_ctas = std::min(num_sms, layout::kMaxCtas);
   config.shared_bytes =
       SharedBytes(layer, config.token_tile, config.num_stages, config.num_token_stages);

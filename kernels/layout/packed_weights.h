@@ -96,15 +96,16 @@ EXPERTD_HD constexpr int ScaleWordOffset(WeightFormat format, int row, int word)
 }
 
 // --- a code word: the bits of code (pair p, which) lie so that five logic operations, two rotates
-// and two shifts (DequantiseWord) give four BF16 pairs of value * 2^-126.
+// and one multiplication (DequantiseWord) give four BF16 pairs of value * 2^-126. The bits of pair
+// 3 are scattered: its product holds copies of them shifted by 2, 7 and 12, of which no two meet.
 EXPERTD_HD constexpr uint32_t RotateRight(uint32_t value, int n) {
   return (n & 31) == 0 ? value : (value >> (n & 31)) | (value << (32 - (n & 31)));
 }
 EXPERTD_HD constexpr int CodeBit(int pair, int which,
                                  int bit) {  // bit 3 = sign .. bit 0 = mantissa
+  constexpr int kScattered[4] = {4, 0, 1, 3};
   const int target = bit == 3 ? 15 : 6 + bit;
-  const int rotation = pair == 0 ? 0 : pair == 1 ? 4 : pair == 2 ? 26 : bit == 0 ? 6 : 30;
-  return (target + 16 * which - rotation) & 31;
+  return ((pair == 3 ? kScattered[bit] : target + 3 * pair) + 16 * which) & 31;
 }
 EXPERTD_HD constexpr uint32_t PlaceCode(uint32_t code, int pair, int which) {
   uint32_t word = 0;
@@ -118,10 +119,11 @@ EXPERTD_HD constexpr uint32_t ExtractCode(uint32_t word, int pair, int which) {
 }
 inline constexpr uint32_t kCodeMask = 0x81C081C0u;  // sign, exponent and mantissa of two BF16
 EXPERTD_HD constexpr void DequantiseWord(uint32_t word, uint32_t (&pairs)[4]) {
+  const uint32_t rotated = RotateRight(word, 6);
   pairs[0] = word & kCodeMask;
-  pairs[1] = (word << 4) & kCodeMask;
-  pairs[2] = RotateRight(word, 6) & kCodeMask;
-  pairs[3] = (RotateRight(word, 2) & 0x81808180u) | ((word << 6) & 0x00400040u);
+  pairs[1] = (rotated << 3) & kCodeMask;
+  pairs[2] = rotated & kCodeMask;
+  pairs[3] = ((word & 0x001B001Bu) * ((1u << 2) + (1u << 7) + (1u << 12))) & kCodeMask;
 }
 
 // --- scale words: four 8-bit values; the BF16 scale constants of blocks 0, 1 (low, high half) and

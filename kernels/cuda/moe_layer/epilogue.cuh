@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/moe_layer/params.h"
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
+#include "kernels/cuda/ptx/float.cuh"
 #include "kernels/cuda/ptx/warp.cuh"
 #include "kernels/cuda/ptx/wgmma.cuh"
 
@@ -19,9 +20,10 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 
 // silu(min(gate, L)) * clamp(up, -L, L); NaN stays NaN. L = infinity for no clamp.
 __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
-  gate = gate > limit ? limit : gate;
-  up = up > limit ? limit : up < -limit ? -limit : up;
-  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+  constexpr float kMinusLog2E = -1.44269504f;
+  gate = ptx::min_nan(gate, limit);
+  up = ptx::max_nan(ptx::min_nan(up, limit), -limit);
+  return gate * ptx::rcp_approx(1.0f + ptx::exp2_approx(gate * kMinusLog2E)) * up;
 }
 
 // FC1: row g is gate and row g + 8 up of one column of the intermediate. The rows of a token tile

@@ -18,10 +18,10 @@
 //                     -> token warps (h), combine (y)
 namespace expertd::cuda::moe_layer {
 
-__device__ __forceinline__ void init_barriers(bool joined) {
+__device__ __forceinline__ void init_barriers(bool one_ring) {
   SharedState* state = &shared_state();
   for (int i = 0; i < kMaxStages; ++i) {
-    ptx::mbarrier_init(ptx::shared_address(&state->full[i]), joined ? 2 : 1);
+    ptx::mbarrier_init(ptx::shared_address(&state->full[i]), one_ring ? 2 : 1);
     ptx::mbarrier_init(ptx::shared_address(&state->empty[i]), kExpertWarps);
     ptx::mbarrier_init(ptx::shared_address(&state->token_full[i]), kTokenWarps);
     ptx::mbarrier_init(ptx::shared_address(&state->token_empty[i]), kExpertWarps);
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool claims = warp == kExpertWarps && lane == 0;
   if (threadIdx.x == 0) {
     mark(params, kMarkStart);
-    init_barriers(HasJoinedBarrier(kTokens));
+    init_barriers(HasOneRing(kTokens));
   }
   if (claims) open_step(params);
   route<kFormat, kWidths...>(params, warp, lane);

@@ -27,9 +27,13 @@ MoeLayerParams CompleteParams(MoeLayerParams params, layout::WeightFormat format
   params.token_tile = config.token_tile;
   params.num_stages = config.num_stages;
   params.num_token_stages = config.num_token_stages;
-  params.token_stage_bytes = TokenStageBytes(config.token_tile);
-  params.tokens_offset = kStateBytes + config.num_stages * WeightStageBytes(format);
-  params.tables_offset = params.tokens_offset + config.num_token_stages * params.token_stage_bytes;
+  const int weight_bytes = WeightStageBytes(format);
+  const int token_bytes = TokenStageBytes(config.token_tile);
+  const bool one_ring = HasOneRing(config.token_tile);
+  params.token_stride = one_ring ? weight_bytes + token_bytes : token_bytes;
+  params.tokens_offset = kStateBytes + (one_ring ? 1 : config.num_stages) * weight_bytes;
+  params.tables_offset =
+      kStateBytes + config.num_stages * weight_bytes + config.num_token_stages * token_bytes;
   params.schedule = ScheduleShape(params.num_slots, params.intermediate / 32, params.hidden / 64,
                                   config.num_ctas);
   params.by_top_k = Divisor(static_cast<uint32_t>(params.top_k));

@@ -110,7 +110,7 @@ struct MoeLayerParams {
   int32_t num_stages = 0;        // of the weight ring
   int32_t num_token_stages = 0;  // of the token ring, at most as many
   // Shared memory, set by Launch: see shared_memory.cuh.
-  uint32_t token_stage_bytes = 0;
+  uint32_t token_stride = 0;  // from one token stage to the next
   uint32_t tokens_offset = 0;
   uint32_t tables_offset = 0;
   // Divided on the host, so that routing need not; set by Launch.

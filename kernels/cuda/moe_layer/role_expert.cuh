@@ -14,7 +14,8 @@ namespace expertd::cuda::moe_layer {
 template <layout::WeightFormat kFormat, int... kWidths>
 struct ExpertRole {
   static constexpr uint32_t kUnit = layout::UnitBytes(kFormat);
-  static constexpr bool kJoined = HasJoinedBarrier(Largest<kWidths...>());
+  static constexpr int kTokens = Largest<kWidths...>();
+  static constexpr bool kOneRing = HasOneRing(kTokens);
   using Packed = PackedFragment<kFormat>;
   // Up to this width registers allow two blocks of K32 in a group of wgmma.
   static constexpr int kWideGroupTokens = 40;
@@ -29,7 +30,7 @@ struct ExpertRole {
   uint32_t codes_offset;   // in a stage: of the thread's codes of the first unit
   uint32_t scales_offset;  // and of its rows' scales
   PipelineState stage;
-  PipelineState tokens;
+  PipelineState tokens;  // unless there is one ring: `stage` is theirs too
   PipelineState slot;
 
   __device__ __forceinline__ ExpertRole(const MoeLayerParams& p, int g, int w, int l)
@@ -42,15 +43,17 @@ struct ExpertRole {
         scales_offset(g * kUnit + layout::ScaleWordOffset(kFormat, w * 16 + l / 4, 0)) {}
 
   __device__ __forceinline__ void wait_tokens() const {
-    if constexpr (!kJoined) waiter.wait(token_full_barrier(tokens.index), tokens.phase);
+    if constexpr (!kOneRing) waiter.wait(token_full_barrier(tokens.index), tokens.phase);
   }
   __device__ __forceinline__ void wait_stage() const {
     waiter.wait(full_barrier(stage.index), stage.phase);
   }
 
+  __device__ __forceinline__ uint32_t stage_address() const {
+    return weight_stage_address<kFormat, kTokens>(stage.index);
+  }
   __device__ __forceinline__ void load(Packed& packed, int unit) const {
-    const uint32_t base =
-        weight_stage_address<kFormat>(stage.index) + unit * (layout::kGroupTiles * kUnit);
+    const uint32_t base = stage_address() + unit * (layout::kGroupTiles * kUnit);
     packed.load(base + codes_offset, base + scales_offset);
   }
 
@@ -61,7 +64,17 @@ struct ExpertRole {
   __device__ __forceinline__ static void release(uint32_t barrier) {
     if (ptx::elect_one()) ptx::mbarrier_arrive(barrier);
   }
-  __device__ __forceinline__ void next_tokens() { tokens.advance(params.num_token_stages); }
+  // What the current tokens are released on. Then the next are current; in one ring when the
+  // weights are released.
+  __device__ __forceinline__ uint32_t next_tokens() {
+    if constexpr (kOneRing) {
+      return token_empty_barrier(stage.index);
+    } else {
+      const uint32_t barrier = token_empty_barrier(tokens.index);
+      tokens.advance(params.num_token_stages);
+      return barrier;
+    }
+  }
 
   // acc += K [32 kFirst, 32 (kFirst + kBlocks)) of a unit x tokens: one group of wgmma, in flight
   // while the next is expanded.
@@ -101,8 +114,9 @@ struct ExpertRole {
   }
 
   __device__ __forceinline__ uint64_t token_descriptor() const {
-    const uint32_t address = token_stage_address(params, tokens.index);
-    return ptx::kDescriptor | __shfl_sync(0xffffffffu, address >> 4, 0);
+    const uint32_t address = kOneRing ? stage_address() + WeightStageBytes(kFormat)
+                                      : token_stage_address(params, tokens.index);
+    return ptx::descriptor(__shfl_sync(0xffffffffu, address >> 4, 0));
   }
 
   // The current stage's first unit. Then both are in registers, its weights are released, and the
@@ -114,10 +128,9 @@ struct ExpertRole {
     load(second, 1);  // garbage if the stage has one unit
     wait_tokens();
     const uint64_t tokens_first = token_descriptor();
-    const uint32_t current = token_empty_barrier(tokens.index);
-    next_tokens();
+    const uint32_t current = next_tokens();
     multiply<kWidth>(acc, first, tokens_first, [&] { release(held); });
-    held = current;
+    held = ptx::opaque(current);  // or ptxas loses sight of the place being the same in all lanes
     release_weights();
     return tokens_first + 2 * (kWidth * 8);
   }
@@ -136,7 +149,7 @@ struct ExpertRole {
     Packed first, second;
     wait_stage();
     load(first, 0);
-    if constexpr (kJoined) {
+    if constexpr (kOneRing) {
       uint64_t tokens_second;
 #pragma unroll 1
       for (;;) {
@@ -183,10 +196,12 @@ struct ExpertRole {
   __device__ __forceinline__ void skip_tile(const TileSlot& tile) {
     for (int i = num_stages_of(tile); i > 0; --i) {
       wait_stage();
+      if constexpr (kOneRing) release(next_tokens());
       release_weights();
-      wait_tokens();
-      release(token_empty_barrier(tokens.index));
-      next_tokens();
+      if constexpr (!kOneRing) {
+        wait_tokens();
+        release(next_tokens());
+      }
     }
   }
 

@@ -19,7 +19,7 @@ template <int kTokens>
 struct TokenRole {
   using Rows = TileRows<kTokens>;
   // Warps that share a stage, and how many stages on a warp's next one is.
-  static constexpr int kSharers = HasJoinedBarrier(kTokens) ? 1 : kTokenWarps;
+  static constexpr int kSharers = HasOneRing(kTokens) ? 1 : kTokenWarps;
   static constexpr int kTurns = kTokenWarps / kSharers;
   // A warp copies 128 bytes of four rows at once; every kSharers-th such group is its own.
   static constexpr int kRowGroups = kTokens / 4 / kSharers;
@@ -99,7 +99,7 @@ struct TokenRole {
 
   // What this warp's next stage is announced on.
   __device__ __forceinline__ uint32_t full() const {
-    return HasJoinedBarrier(kTokens) ? full_barrier(stage.index) : token_full_barrier(place.index);
+    return HasOneRing(kTokens) ? full_barrier(stage.index) : token_full_barrier(place.index);
   }
 
   // The next stage's place is free. Copies under way must not wait for those who wait for them.

@@ -101,7 +101,7 @@ struct WeightRole {
     constexpr uint32_t kUnit = layout::UnitBytes(kFormat);
     waiter.wait(empty_barrier(stage.index), stage.phase ^ 1u);
     const uint32_t full = full_barrier(stage.index);
-    const uint32_t target = weight_stage_address<kFormat>(stage.index);
+    const uint32_t target = weight_stage_address<kFormat, Largest<kWidths...>()>(stage.index);
     const bool both = source.units > 1;
     const uint32_t bytes = source.bytes;
     ptx::mbarrier_arrive_expect_tx(full, both ? 2 * bytes : bytes);

@@ -10,7 +10,8 @@
 
 // Shared memory of a CTA:
 //   [SharedState, padded to kStateBytes]
-//   [ring: weights, num_stages x weight stage][ring: tokens, num_token_stages x token_tile rows]
+//   one ring (HasOneRing):  [num_stages x (weight stage, token_tile rows)]
+//   two:  [weights: num_stages x weight stage][tokens: num_token_stages x token_tile rows]
 //   [route_begin, slots + 1][tile_begin, slots + 1]
 // While routes are sorted the rings hold their counts, and a copy of the parameters
 // (params_copy.cuh). Every address is a constant or comes from the parameters: roles keep no
@@ -44,14 +45,14 @@ struct SendWindow {
 };
 
 struct SharedState {
-  uint64_t full[kMaxStages];         // weights loaded, 1 arrival and the bytes; joined: tokens too
-  uint64_t empty[kMaxStages];        // weights in registers: kExpertWarps arrivals
-  uint64_t token_full[kMaxStages];   // tokens loaded: kTokenWarps arrivals, and the bytes for FC2
-  uint64_t token_empty[kMaxStages];  // tokens multiplied: kExpertWarps arrivals
-  uint64_t tile_full[kTileSlots];    // tile posted: 1 arrival
-  uint64_t tile_done[kTileSlots];    // results stored: kExpertWarps arrivals
-  uint64_t tile_empty[kTileSlots];   // slot free: kTokenWarps arrivals + 1 of the announcing warp
-  uint64_t round_stored[kRoundSlots];   // combine: partial rows stored: kExpertWarps arrivals
+  uint64_t full[kMaxStages];        // weights loaded, 1 arrival and the bytes; one ring: tokens too
+  uint64_t empty[kMaxStages];       // weights in registers: kExpertWarps arrivals
+  uint64_t token_full[kMaxStages];  // tokens loaded: kTokenWarps arrivals, and the bytes for FC2
+  uint64_t token_empty[kMaxStages];    // tokens multiplied: kExpertWarps arrivals
+  uint64_t tile_full[kTileSlots];      // tile posted: 1 arrival
+  uint64_t tile_done[kTileSlots];      // results stored: kExpertWarps arrivals
+  uint64_t tile_empty[kTileSlots];     // slot free: kTokenWarps arrivals + 1 of the announcing warp
+  uint64_t round_stored[kRoundSlots];  // combine: partial rows stored: kExpertWarps arrivals
   uint64_t round_flagged[kRoundSlots];  // and flagged: 1 arrival of the announcing warp
   uint64_t tokens_asked;  // the first tile's first tokens have been asked for: 1 arrival
   uint64_t unwatched;     // who has nothing to release arrives here; nobody waits
@@ -108,15 +109,15 @@ __device__ __forceinline__ uint32_t round_flagged_barrier(int slot) {
 }
 
 // Ring memory, as shared addresses. Weights: [unit of K][64-row tile] packed units. Tokens: [64 of
-// K][row] of 128 bytes, swizzled. Both start on 1024 bytes.
-template <layout::WeightFormat kFormat>
+// K][row] of 128 bytes, swizzled. Both start on 1024 bytes. kTokens: the variant's.
+template <layout::WeightFormat kFormat, int kTokens>
 __device__ __forceinline__ uint32_t weight_stage_address(int stage) {
   return ptx::shared_address(ptx::dynamic_shared_memory()) + kStateBytes +
-         stage * WeightStageBytes(kFormat);
+         stage * WeightStride(kFormat, kTokens);
 }
 __device__ __forceinline__ uint32_t token_stage_address(const MoeLayerParams& params, int stage) {
   return ptx::shared_address(ptx::dynamic_shared_memory()) + params.tokens_offset +
-         stage * params.token_stage_bytes;
+         stage * params.token_stride;
 }
 __device__ __forceinline__ int num_stages_of(const TileSlot& tile) {
   return (tile.num_units + kStageUnits - 1) / kStageUnits;

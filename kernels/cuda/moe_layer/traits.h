@@ -70,13 +70,19 @@ constexpr int WeightStageBytes(layout::WeightFormat format) {
   return kStageUnits * layout::kGroupTiles * layout::UnitBytes(format);
 }
 constexpr int TokenStageBytes(int token_tile) { return token_tile * kStageK * 2; }
+
+// Narrow variants are short of instruction slots: a stage's tokens lie behind its weights, so that
+// the multiplying loop has one index and one address, and wait for one barrier with them. A
+// launch's token_tile is then the variant's. Wide variants are short of tokens: these have a ring
+// of their own and are waited for when the weights are in registers.
+constexpr bool HasOneRing(int variant_tokens) { return variant_tokens <= 32; }
+// From one weight stage to the next.
+constexpr int WeightStride(layout::WeightFormat format, int variant_tokens) {
+  return WeightStageBytes(format) +
+         (HasOneRing(variant_tokens) ? TokenStageBytes(variant_tokens) : 0);
+}
 // A larger x is not brought to L2 before it is needed.
 inline constexpr int64_t kMaxPrefetchedTokenBytes = 8 << 20;
-
-// Narrow variants are short of instruction slots: a stage's weights and tokens have one barrier, so
-// that the multiplying warps wait once. Wide ones are short of tokens: they wait for them apart,
-// when the weights are in registers.
-constexpr bool HasJoinedBarrier(int variant_tokens) { return variant_tokens <= 32; }
 
 // Times that a CTA notes down when the kernel is built with EXPERTD_MOE_TIMING.
 enum TimingMark {

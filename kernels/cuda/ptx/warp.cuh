@@ -42,6 +42,13 @@ __device__ __forceinline__ bool elect_one() {
   return elected != 0;
 }
 
+// The value, in a register, and nothing that the compiler knows of how it came about.
+__device__ __forceinline__ uint32_t opaque(uint32_t value) {
+  uint32_t same;
+  asm("mov.b32 %0, %1;" : "=r"(same) : "r"(value));
+  return same;
+}
+
 // Transposes an 8x8 matrix of 16-bit elements: lane 4 r + c holds row r, columns 2 c and 2 c + 1.
 __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t fragment) {
   uint32_t result;

@@ -19,9 +19,10 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// A B descriptor is kDescriptor | address >> 4: rows of 128 bytes, groups of eight, 128-byte
-// swizzle.
-inline constexpr uint64_t kDescriptor = uint64_t{64u | 1u << 30} << 32 | 1u << 16;
+// B's descriptor: rows of 128 bytes, groups of eight, 128-byte swizzle. `chunk`: address / 16.
+__device__ __forceinline__ uint64_t descriptor(uint32_t chunk) {
+  return uint64_t{64u | 1u << 30} << 32 | (chunk + (1u << 16));
+}
 
 template <int kN>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b);

@@ -52,15 +52,30 @@ TEST(LaunchParams, TheShareOfXOfAllCtasIsXUnlessThatIsTooMuch) {
   EXPECT_EQ(many.x_share, 0);
 }
 
-TEST(LaunchParams, TheRingsFollowTheStateAndTheTablesTheRings) {
+TEST(LaunchParams, TwoRingsFollowTheStateAndTheTablesTheRings) {
   for (const auto format : {layout::WeightFormat::kMx, layout::WeightFormat::kNv}) {
-    const MoeLayerParams params = CompleteParams(ParamsOf(1, 0, 8), format, ConfigOf(24));
-    EXPECT_EQ(params.token_stage_bytes, 24u * 512);
+    const MoeLayerParams params = CompleteParams(ParamsOf(1, 0, 8), format, ConfigOf(48));
+    EXPECT_EQ(params.token_stride, 48u * 512);
     EXPECT_EQ(params.tokens_offset,
               static_cast<uint32_t>(kStateBytes + 5 * WeightStageBytes(format)));
-    EXPECT_EQ(params.tables_offset, params.tokens_offset + 4 * params.token_stage_bytes);
+    EXPECT_EQ(params.tables_offset, params.tokens_offset + 4 * params.token_stride);
     EXPECT_EQ(params.tokens_offset % 1024, 0u);
-    EXPECT_EQ(params.token_stage_bytes % 1024, 0u);
+    EXPECT_EQ(params.token_stride % 1024, 0u);
+  }
+}
+
+TEST(LaunchParams, InOneRingAStagesTokensLieBehindItsWeights) {
+  for (const auto format : {layout::WeightFormat::kMx, layout::WeightFormat::kNv}) {
+    KernelConfig config = ConfigOf(24);
+    config.num_stages = config.num_token_stages = 4;
+    const MoeLayerParams params = CompleteParams(ParamsOf(1, 0, 8), format, config);
+    const uint32_t weights = WeightStageBytes(format);
+    EXPECT_EQ(params.token_stride, weights + 24 * 512);
+    EXPECT_EQ(params.token_stride, static_cast<uint32_t>(WeightStride(format, 24)));
+    EXPECT_EQ(params.tokens_offset, kStateBytes + weights);
+    EXPECT_EQ(params.tables_offset, kStateBytes + 4 * params.token_stride);
+    EXPECT_EQ(params.tokens_offset % 1024, 0u);
+    EXPECT_EQ(params.token_stride % 1024, 0u);
   }
 }
 

@@ -22,6 +22,8 @@ inline int lane_id() { return simt::lane(); }
 
 inline bool elect_one() { return lane_id() == 0; }
 
+inline uint32_t opaque(uint32_t value) { return value; }
+
 inline uint32_t movmatrix_trans(uint32_t fragment) {
   const simt::Word4* all = simt::Exchange("movmatrix", {{fragment, 0, 0, 0}});
   const int row = simt::lane() / 4;

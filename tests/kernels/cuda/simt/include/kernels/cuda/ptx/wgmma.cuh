@@ -18,7 +18,9 @@ void wgmma_wait() {
   simt::FinishGroups(kPending);
 }
 
-inline constexpr uint64_t kDescriptor = uint64_t{64u | 1u << 30} << 32 | 1u << 16;
+inline uint64_t descriptor(uint32_t chunk) {
+  return uint64_t{64u | 1u << 30} << 32 | (chunk + (1u << 16));
+}
 
 // Element k of row n of B: rows of 128 bytes, swizzled by the address.
 inline float b_element(const uint8_t* shared, uint32_t start, int n, int k) {
