@@ -24,6 +24,15 @@ __device__ __forceinline__ Block share_of(int count) {
   const int first = static_cast<int>(blockIdx.x) * length;
   return {first, max(min(length, count - first), 0)};
 }
+// Where there is one rank, those that fall to the CTA that was the `order`-th to find the list of
+// tiles ended: one for each combining warp, if there are so few, so that the last CTAs have none.
+__device__ __forceinline__ Block share_in_order(int count, uint32_t order) {
+  const int ctas = static_cast<int>(gridDim.x);
+  if (order >= gridDim.x) return {0, 0};
+  const int length = max((count + ctas - 1) / ctas, kExpertWarps);
+  const int first = static_cast<int>(order) * length;
+  return {first, max(min(length, count - first), 0)};
+}
 
 // The tokens that fall to this CTA whole, of a rank that has many.
 __device__ __forceinline__ Block tokens_of(int num_tokens) {
@@ -36,12 +45,6 @@ __device__ __forceinline__ bool any_has_many_tokens(const MoeLayerParams& params
     any |= has_many_tokens(shared_state().sources.num_tokens[rank]);
   }
   return any;
-}
-// The items (token, slice), token by token, that this CTA combines where there is one rank.
-__device__ __forceinline__ Block items_of(int num_tokens, int slices) {
-  if (!has_many_tokens(num_tokens)) return share_of(num_tokens * slices);
-  const Block tokens = share_of(num_tokens);
-  return {tokens.first * slices, tokens.count * slices};
 }
 
 }  // namespace expertd::cuda::moe_layer

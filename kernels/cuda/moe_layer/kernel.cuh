@@ -95,9 +95,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     ptx::setmaxnreg_inc<kExpertRegisters>();
-    ExpertRole<kFormat, kWidths...>(params, warp / 4, warp % 4, lane).run();
+    const uint32_t order = ExpertRole<kFormat, kWidths...>(params, warp / 4, warp % 4, lane).run();
     if (threadIdx.x == 0) mark(params, kMarkCombine);
-    combine_outputs(params, warp, lane);
+    combine_outputs(params, order, warp, lane);
     if (threadIdx.x == 0) {
       mark(params, kMarkEnd);
       if (gave_up_word() != kNoFault) give_up(params, {gave_up_word(), 0, params.peers.rank}, 0, 0);

@@ -96,8 +96,6 @@ struct AnnounceRole {
       waiter.wait(next_barrier(), slot.phase);
       go_on();
     }
-    __syncwarp();
-    ptx::barrier_sync<kCombineBarrier>(kCombiningThreads);
   }
 };
 

@@ -19,19 +19,34 @@ struct CombineAloneRole : CombineWarp {
 
   using CombineWarp::CombineWarp;
 
-  __device__ __forceinline__ void combine(int slices) const {
-    const Block items = items_of(params.num_tokens, slices);
+  // A warp's first item is added up before the outputs are there as well, and not stored: its code
+  // and all that it looks up are near when they are.
+  __device__ __forceinline__ void run(uint32_t order) const {
+    const int slices = layout::NumPartialSlices(params.hidden);
+    const Block items = share_in_order(params.num_tokens * slices, order);
+    if (items.count == 0) return;
     const Run mine = warp_run({items.first, items.first + items.count});
+    bool there = false;
     int known = -1;
     PartialRow::TokenRoutes routes;
-    for (int item = mine.begin; item < mine.end && !waiter.gave_up(); ++item) {
-      const PartialRow::Slice slice = row.slice_at(item, slices);
-      if (slice.token != known) routes = row.routes_of(0, slice.token);
-      known = slice.token;
-      PartialRow::Columns sum = {};
-      row.add_up<kRowsAtOnce>(routes, slice, sum);
-      if (slice.inside) store(sum, slice.element + lane * 8);
-    }
+    int item = mine.begin;
+#pragma unroll 1
+    do {
+      if (item < mine.end) {
+        const PartialRow::Slice slice = row.slice_at(item, slices);
+        if (slice.token != known) routes = row.routes_of(0, slice.token);
+        known = slice.token;
+        PartialRow::Columns sum = {};
+        row.add_up<kRowsAtOnce>(routes, slice, sum);
+        if (slice.inside && there) store(sum, slice.element + lane * 8);
+      }
+      if (there) {
+        ++item;
+      } else {
+        wait_for_outputs();
+        there = true;
+      }
+    } while (item < mine.end && !waiter.gave_up());
   }
 };
 
@@ -53,12 +68,11 @@ static __device__ __noinline__ void combine_ranks(const MoeLayerParams& params, 
   if (many) combine_many(params, warp, lane);
   combine_few(params, many, warp, lane);
 }
-static __device__ __noinline__ void combine_outputs(const MoeLayerParams& params, int warp,
-                                                    int lane) {
+// `order`: of this CTA among those that found the list of tiles ended.
+static __device__ __noinline__ void combine_outputs(const MoeLayerParams& params, uint32_t order,
+                                                    int warp, int lane) {
   if (params.peers.num_ranks > 1) return combine_ranks(params, warp, lane);
-  const CombineAloneRole role(params, params, warp, lane);
-  role.wait_for_outputs();
-  role.combine(layout::NumPartialSlices(params.hidden));
+  CombineAloneRole(params, params, warp, lane).run(order);
 }
 
 }  // namespace expertd::cuda::moe_layer

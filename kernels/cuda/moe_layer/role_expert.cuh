@@ -205,11 +205,12 @@ struct ExpertRole {
     }
   }
 
-  __device__ __forceinline__ void run() {
+  // Returns the order in which this CTA came to the list's end.
+  __device__ __forceinline__ uint32_t run() {
     for (;;) {
       waiter.wait(tile_full_barrier(slot.index), slot.phase);
       const TileSlot& tile = shared_state().tiles[slot.index];
-      if (tile.rows < 0) break;
+      if (tile.rows < 0) return tile.first_route;
       if (group < tile.tile.num_row_tiles) {
         const int width = __shfl_sync(0xffffffffu, tile.width, 0);
         (void)((width == kWidths && (run_tile<kWidths>(tile), true)) || ...);

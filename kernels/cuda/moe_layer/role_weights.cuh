@@ -77,6 +77,7 @@ __device__ __forceinline__ bool post_tile(const MoeLayerParams& params, int slot
     describe_tile<kWidths...>(params, TileAt(schedule, tile_begin(params), index), out);
   } else {
     out.rows = -1;
+    out.first_route = index - schedule.num_tiles;  // a CTA claims one index behind the last tile's
   }
   ptx::mbarrier_arrive(tile_full_barrier(slot));
   return more;

@@ -24,7 +24,8 @@ struct TileSlot {
   int32_t width;         // rows of the token tile rounded up to 8: N of the multiplication
   int32_t rows;          // valid rows
   int32_t num_units;     // of K, 128 each
-  uint32_t first_route;  // position of the first row in the sorted routes
+  uint32_t first_route;  // position of the first row in the sorted routes; of the list's end: this
+                         // CTA's place in the order in which CTAs come to it
   // Written before the tile's first token stage is announced:
   float factors[layout::kGroupTiles][2];  // of the accumulators, by 64-row tile and half
   uint32_t route[kMaxTokenTile];          // by row
