@@ -75,7 +75,8 @@ void ChooseStages(const LayerShape& layer, KernelConfig& config) {
 
 std::string KernelConfig::ToString() const {
   return absl::StrCat("token tile ", token_tile, ", ", num_stages, " + ", num_token_stages,
-                      " stages, ", num_ctas, " CTAs, ", shared_bytes, " bytes of shared memory");
+                      " stages, ", num_ctas, " CTAs, ", near_routes, " near routes, ", shared_bytes,
+                      " bytes of shared memory");
 }
 
 absl::Status CheckLayerShape(const LayerShape& layer) {
@@ -110,8 +111,11 @@ absl::StatusOr<KernelConfig> ChooseKernelConfig(const LayerShape& layer, int32_t
   }
   ChooseStages(layer, config);
   config.num_ctas = std::min(num_sms, layout::kMaxCtas);
-  config.shared_bytes =
+  const int shared_bytes =
       SharedBytes(layer, config.token_tile, config.num_stages, config.num_token_stages);
+  config.near_routes = std::min(layout::kOwnSortRoutes,
+                                (kMaxSharedBytes - shared_bytes) / moe_layer::kNearRouteBytes);
+  config.shared_bytes = shared_bytes + config.near_routes * moe_layer::kNearRouteBytes;
   return config;
 }
 

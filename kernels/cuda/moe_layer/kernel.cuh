@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/cuda/moe_layer/first_tokens.cuh"
 #include "kernels/cuda/moe_layer/instantiations/instantiations.h"
 #include "kernels/cuda/moe_layer/params_copy.cuh"
 #include "kernels/cuda/moe_layer/role_announce.cuh"
@@ -49,6 +50,13 @@ __device__ __forceinline__ void prefetch_tokens(const MoeLayerParams& params) {
   if (left > 0) ptx::bulk_prefetch(reinterpret_cast<const char*>(params.x) + begin, left);
 }
 
+template <layout::WeightFormat kFormat, int... kWidths>
+__device__ __forceinline__ void begin_list(const MoeLayerParams& params) {
+  if (post_tile<kWidths...>(params, 0, blockIdx.x)) {
+    stream_first_stage<kFormat, Largest<kWidths...>()>(params);
+  }
+}
+
 // Not inlined: inside the kernel its branches cost the compiler the proof that the multiplying
 // loop's values are the same in a whole warp.
 template <layout::WeightFormat kFormat, int... kWidths>
@@ -58,12 +66,11 @@ __device__ __noinline__ void route(const MoeLayerParams& given, int warp, int la
   const bool claims = warp == kExpertWarps && lane == 0;
   if (warp == kWarps - 1 && lane == 0) prefetch_tokens(params);
   const bool told = RouteSorter(params).sort(warp, lane, [&] {
-    // The CTA's first tile is posted and its weights are on their way to L2 while routes are
-    // placed.
-    if (claims && post_tile<kWidths...>(params, 0, blockIdx.x)) prefetch_weights<kFormat>(params);
+    // The CTA's first tile is posted and its weights are on their way while routes are placed.
+    if (claims) begin_list<kFormat, kWidths...>(params);
     __syncwarp();
   });
-  if (claims && !told) post_tile<kWidths...>(params, 0, blockIdx.x);
+  if (claims && !told) begin_list<kFormat, kWidths...>(params);
 }
 
 template <layout::WeightFormat kFormat, int... kWidths>
@@ -94,7 +101,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       mark(params, kMarkLastTile);
     }
   } else {
+    ask_first_tokens(params, warp, lane);
     ptx::setmaxnreg_inc<kExpertRegisters>();
+    wait_for_first_tokens(params);
     const uint32_t order = ExpertRole<kFormat, kWidths...>(params, warp / 4, warp % 4, lane).run();
     if (threadIdx.x == 0) mark(params, kMarkCombine);
     combine_outputs(params, order, warp, lane);

@@ -1,5 +1,7 @@
 #include "kernels/cuda/moe_layer/launch_params.h"
 
+#include <algorithm>
+
 #include "kernels/cuda/moe_layer/traits.h"
 
 namespace expertd::cuda::moe_layer {
@@ -34,6 +36,8 @@ MoeLayerParams CompleteParams(MoeLayerParams params, layout::WeightFormat format
   params.tokens_offset = kStateBytes + (one_ring ? 1 : config.num_stages) * weight_bytes;
   params.tables_offset =
       kStateBytes + config.num_stages * weight_bytes + config.num_token_stages * token_bytes;
+  params.list_offset = params.tables_offset + 2 * (params.num_slots + 1) * sizeof(uint32_t);
+  params.near_routes = std::min(config.near_routes, params.own_sort_routes);
   params.schedule = ScheduleShape(params.num_slots, params.intermediate / 32, params.hidden / 64,
                                   config.num_ctas);
   params.by_top_k = Divisor(static_cast<uint32_t>(params.top_k));

@@ -107,6 +107,7 @@ struct RouteSorter : RouteSources {
   __device__ __forceinline__ void place(const Part& part, int warp, int lane) const {
     uint32_t* mine = counts + warp * params.num_slots;
     int source = 0;
+    const bool near = list_is_near(params);
     const int end = chunk_begin(part, warp + 1);
 #pragma unroll 1
     for (int base = chunk_begin(part, warp); base < end; base += 32) {
@@ -116,7 +117,11 @@ struct RouteSorter : RouteSources {
       if (slot >= 0) {
         const uint32_t first = route_begin(params)[slot];
         const uint32_t in_slot = mine[slot] + __popc(same & ((1u << lane) - 1u));
-        sorted_routes(params)[first + in_slot] = static_cast<uint32_t>(route);
+        if (kAllCached && near) {
+          near_list(params)[first + in_slot] = static_cast<uint16_t>(route);
+        } else {
+          far_list(params)[first + in_slot] = static_cast<uint32_t>(route);
+        }
       }
       __syncwarp();
       if (slot >= 0 && lane == __ffs(same) - 1) mine[slot] += __popc(same);

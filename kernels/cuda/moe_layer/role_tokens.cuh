@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/cuda/moe_layer/first_tokens.cuh"
 #include "kernels/cuda/moe_layer/tile_rows.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 #include "kernels/cuda/ptx/copy.cuh"
@@ -32,6 +33,7 @@ struct TokenRole {
   PipelineState place;  // of its tokens
   PipelineState slot;
   int ahead;         // stages from the current tile's first to it
+  bool leads;        // leaves what those who store the tile's results need
   uint32_t pending;  // barrier of the stage whose copies are under way, or kNoBarrier
   uint32_t asked;    // to arrive on when the first tokens have been asked for, or kNoBarrier
 
@@ -41,6 +43,7 @@ struct TokenRole {
         warp(token_warp),
         lane(token_lane),
         ahead(token_warp % kTurns),
+        leads(token_warp % kTurns == 0),
         pending(kNoBarrier),
         asked(token_warp == 0 ? tokens_asked_barrier() : kNoBarrier) {
     stage.index = ahead;
@@ -172,10 +175,10 @@ struct TokenRole {
       }
       ptx::cp_async_commit();
       say_asked();
-      if (ahead == 0) rows.leave_in(tile, lane);  // the factor comes from device memory
       announce_pending<1>();
       pending = full();
     }
+    if (leads) rows.leave_in(tile, lane);  // late: the factor comes from device memory
     announce_pending<0>();
   }
 
@@ -209,20 +212,32 @@ struct TokenRole {
       // Weights do not wait where tokens have to.
       if (!is_fc1 || params.peers.num_ranks > 1) say_asked();
       Rows rows;
-      rows.find(params, tile, is_fc1, ahead == 0, lane);
+      rows.find(params, tile, is_fc1, leads, lane);
       if (is_fc1) {
         if (params.peers.num_ranks > 1) rows.wait_for_tokens(params, tile.rows, lane);
         gather(tile, rows);
       } else {
         wait_for_fc1(tile.tile.token_tile);  // while the rows' routes are on their way
-        if (ahead == 0) rows.leave_in(tile, lane);
+        if (leads) rows.leave_in(tile, lane);
         copy_intermediate(tile);
       }
     }
     ahead -= num_stages_of(tile);
+    leads = ahead == 0;
+  }
+
+  // Stages of the first tile that the multiplying warps have brought. They wait for them by
+  // themselves.
+  __device__ __forceinline__ void pass_first_tokens() {
+    const int stages = first_token_stages(params, shared_state().tiles[0]);
+    if (stages > 0) say_asked();
+    for (; ahead < stages; next_stage()) {
+      if (lane == 0) ptx::mbarrier_arrive(full());
+    }
   }
 
   __device__ __forceinline__ void run() {
+    pass_first_tokens();
     for (;;) {
       waiter.wait(tile_full_barrier(slot.index), slot.phase);
       __syncwarp();

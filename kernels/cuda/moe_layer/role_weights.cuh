@@ -41,11 +41,36 @@ __device__ __forceinline__ WeightSource weight_source(const MoeLayerParams& para
           matrix.num_units_k()};
 }
 
-// Brings the first weights of the CTA's first tile to L2, as much as the ring will hold.
-template <layout::WeightFormat kFormat>
-__device__ __forceinline__ void prefetch_weights(const MoeLayerParams& params) {
-  const WeightSource source = weight_source<kFormat>(params, shared_state().tiles[0].tile);
-  const int units = min(source.units, kStageUnits * params.num_stages);
+// Starts the copies of the next stage, two K units or the one that is left, into a free place.
+template <layout::WeightFormat kFormat, int kTokens>
+__device__ __forceinline__ void stream_stage(WeightSource& source, int place, uint64_t policy) {
+  constexpr uint32_t kUnit = layout::UnitBytes(kFormat);
+  const uint32_t full = full_barrier(place);
+  const uint32_t target = weight_stage_address<kFormat, kTokens>(place);
+  const bool both = source.units > 1;
+  const uint32_t bytes = source.bytes;
+  ptx::mbarrier_arrive_expect_tx(full, both ? 2 * bytes : bytes);
+  if (both && bytes == layout::kGroupTiles * kUnit) {
+    ptx::bulk_copy(target, source.first, 2 * bytes, full, policy);
+  } else {
+    ptx::bulk_copy(target, source.first, bytes, full, policy);
+    if (both) {
+      ptx::bulk_copy(target + layout::kGroupTiles * kUnit, source.first + source.step, bytes, full,
+                     policy);
+    }
+  }
+  source.first += kStageUnits * source.step;
+  source.units -= kStageUnits;
+}
+
+// The CTA's first tile has been posted, perhaps before all routes are placed. The first stage of
+// its weights goes to the ring, where nothing else lies, what the ring will hold of the others to
+// L2.
+template <layout::WeightFormat kFormat, int kTokens>
+__device__ __forceinline__ void stream_first_stage(const MoeLayerParams& params) {
+  WeightSource source = weight_source<kFormat>(params, shared_state().tiles[0].tile);
+  stream_stage<kFormat, kTokens>(source, 0, ptx::policy_evict_first());
+  const int units = min(source.units, kStageUnits * (params.num_stages - 1));
 #pragma unroll 1
   for (int unit = 0; unit < units; ++unit) {
     ptx::bulk_prefetch(source.first + unit * source.step, source.bytes);
@@ -97,30 +122,19 @@ struct WeightRole {
   __device__ __forceinline__ explicit WeightRole(const MoeLayerParams& p)
       : params(p), waiter{p}, policy(ptx::policy_evict_first()) {}
 
-  // The next stage of a tile: two K units, or the one that is left.
-  __device__ __forceinline__ void stream_stage(WeightSource& source) {
-    constexpr uint32_t kUnit = layout::UnitBytes(kFormat);
+  __device__ __forceinline__ void stream(WeightSource& source) {
     waiter.wait(empty_barrier(stage.index), stage.phase ^ 1u);
-    const uint32_t full = full_barrier(stage.index);
-    const uint32_t target = weight_stage_address<kFormat, Largest<kWidths...>()>(stage.index);
-    const bool both = source.units > 1;
-    const uint32_t bytes = source.bytes;
-    ptx::mbarrier_arrive_expect_tx(full, both ? 2 * bytes : bytes);
-    if (both && bytes == layout::kGroupTiles * kUnit) {
-      ptx::bulk_copy(target, source.first, 2 * bytes, full, policy);
-    } else {
-      ptx::bulk_copy(target, source.first, bytes, full, policy);
-      if (both) {
-        ptx::bulk_copy(target + layout::kGroupTiles * kUnit, source.first + source.step, bytes,
-                       full, policy);
-      }
-    }
+    stream_stage<kFormat, Largest<kWidths...>()>(source, stage.index, policy);
+    stage.advance(params.num_stages);
+  }
+  // What stream_first_stage() did.
+  __device__ __forceinline__ void pass(WeightSource& source) {
     source.first += kStageUnits * source.step;
     source.units -= kStageUnits;
     stage.advance(params.num_stages);
   }
 
-  // The CTA's first tile has been posted. Of its weights only the first stage goes before its first
+  // The CTA's first tile has been posted. Of its weights only the first stage went before its first
   // tokens: a whole ring of them would keep the tokens two microseconds.
   // The next tile is claimed late, so that at the end of the list no CTA holds one that another
   // could have begun; but the answer takes some two microseconds to come (nothing may look at it
@@ -132,21 +146,20 @@ struct WeightRole {
     while (more) {
       WeightSource source = weight_source<kFormat>(params, shared_state().tiles[slot.index].tile);
       slot.advance(kTileSlots);
-      int left = (source.units + kStageUnits - 1) / kStageUnits;
-      if (first && left > 1) {
-        stream_stage(source);
-        waiter.wait(tokens_asked_barrier(), 0);
-        --left;
+      if (first) {
+        pass(source);
+        if (source.units > 0) waiter.wait(tokens_asked_barrier(), 0);
       }
       first = false;
-      for (; left > kClaimStages + kPostedStages; --left) stream_stage(source);
+      int left = (source.units + kStageUnits - 1) / kStageUnits;
+      for (; left > kClaimStages + kPostedStages; --left) stream(source);
       const uint64_t claimed = claim(params);
-      for (; left > kPostedStages; --left) stream_stage(source);
+      for (; left > kPostedStages; --left) stream(source);
       waiter.wait(tile_empty_barrier(slot.index), slot.phase ^ 1u);
       const bool of_step = claimed >> 32 == params.step;  // or this kernel has been overtaken
       const uint32_t index = gridDim.x + static_cast<uint32_t>(claimed);
       more = post_tile<kWidths...>(params, slot.index, of_step ? index : ~0u);
-      for (; left > 0; --left) stream_stage(source);
+      for (; left > 0; --left) stream(source);
     }
   }
 };

@@ -14,7 +14,7 @@ struct RouteLookup {
   static constexpr uint16_t kReplicated = 0xfffe;  // in `table`: look it up
 
   const MoeLayerParams& params;
-  // In the ring's memory:
+  // In the ring's memory, behind the first stage of weights:
   uint32_t* counts;  // [kWarps][num_slots]
   uint16_t* table;   // [E] global slot or kReplicated
   uint16_t* cache;   // global slot or kNowhere by route, for the first `cached` of a part
@@ -27,7 +27,7 @@ struct RouteLookup {
   };
 
   __device__ __forceinline__ explicit RouteLookup(const MoeLayerParams& p) : params(p) {
-    counts = reinterpret_cast<uint32_t*>(ptx::dynamic_shared_memory() + kStateBytes);
+    counts = reinterpret_cast<uint32_t*>(ptx::dynamic_shared_memory() + kSortOffset);
     table = reinterpret_cast<uint16_t*>(counts + kWarps * p.num_slots);
     cache = table + p.num_experts;
     const int left = static_cast<int>(ptx::dynamic_shared_memory() + p.tables_offset -

@@ -12,10 +12,10 @@
 //   [SharedState, padded to kStateBytes]
 //   one ring (HasOneRing):  [num_stages x (weight stage, token_tile rows)]
 //   two:  [weights: num_stages x weight stage][tokens: num_token_stages x token_tile rows]
-//   [route_begin, slots + 1][tile_begin, slots + 1]
-// While routes are sorted the rings hold their counts, and a copy of the parameters
-// (params_copy.cuh). Every address is a constant or comes from the parameters: roles keep no
-// pointers in registers.
+//   [route_begin, slots + 1][tile_begin, slots + 1][list of routes, if it is near]
+// While routes are sorted the rings hold the first stage of weights, the counts of routes, and a
+// copy of the parameters (params_copy.cuh). Every address is a constant or comes from the
+// parameters: roles keep no pointers in registers.
 namespace expertd::cuda::moe_layer {
 
 // A claimed tile on its way from the claiming warp to the others. `rows` < 0 ends the list.
@@ -143,11 +143,20 @@ __device__ __forceinline__ uint32_t* tile_begin(const MoeLayerParams& params) {
   return route_begin(params) + params.num_slots + 1;
 }
 
-// In the workspace, the CTA's own list or the one that the rank's CTAs share: routes by slot; and
-// by route 1 + the rank that computes it, or 0.
-__device__ __forceinline__ uint32_t* sorted_routes(const MoeLayerParams& params) {
+// The step's routes by slot: near, in shared memory, if the CTA sorted them itself and has room for
+// them; else in the workspace, the CTA's own list or the one that the rank's CTAs share. A load
+// from there costs the first tile two microseconds.
+__device__ __forceinline__ bool list_is_near(const MoeLayerParams& params) {
+  const uint32_t routes = shared_state().sources.first_route[params.peers.num_ranks];
+  return static_cast<int32_t>(routes) <= params.near_routes;
+}
+__device__ __forceinline__ uint16_t* near_list(const MoeLayerParams& params) {
+  return reinterpret_cast<uint16_t*>(ptx::dynamic_shared_memory() + params.list_offset);
+}
+__device__ __forceinline__ uint32_t* far_list(const MoeLayerParams& params) {
   return params.local.routes + shared_state().list_begin;
 }
+// In the workspace: by route 1 + the rank that computes it, or 0.
 __device__ __forceinline__ uint8_t* route_owners(const MoeLayerParams& params) {
   return params.local.owners + shared_state().list_begin;
 }

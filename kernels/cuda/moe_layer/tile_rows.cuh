@@ -25,6 +25,7 @@ struct TileRows {
     const float* factors = (is_fc1 ? params.fc1_factors : params.fc2_factors) +
                            (int64_t{tile.tile.slot} * row_tiles + tile.tile.first_row_tile) * 2;
     factor = with_factor && lane < 2 * tile.tile.num_row_tiles ? factors[lane] : 0.0f;
+    const bool near = list_is_near(params);
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
       const int row = lane + 32 * i;
@@ -32,7 +33,7 @@ struct TileRows {
       source[i] = 0;
       if (row >= tile.rows) continue;
       const uint32_t position = tile.first_route + row;
-      route[i] = sorted_routes(params)[position];
+      route[i] = near ? near_list(params)[position] : far_list(params)[position];
       if (is_fc1) source[i] = token_row(params, route[i]) * row_chunks;
     }
   }

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "kernels/layout/packed_weights.h"
+#include "kernels/layout/workspace.h"
 
 // The numbers that shape the kernel. Plain C++: kernel_config sizes a launch from them.
 namespace expertd::cuda::moe_layer {
@@ -34,6 +35,8 @@ inline constexpr int kCombiningThreads = (kExpertWarps + 1) * 32;
 inline constexpr int kSendBarrier = 2;
 inline constexpr int kFirstSendingWarp = 4;
 inline constexpr int kSendingThreads = (kWarps - kFirstSendingWarp) * 32;
+// Warps that multiply: the first tokens, which they have brought themselves, are there.
+inline constexpr int kFirstTokensBarrier = 3;
 
 inline constexpr int kMaxStages = 6;
 inline constexpr int kMaxTokenTile = 80;
@@ -69,6 +72,8 @@ inline constexpr int kStageK = kStageUnits * layout::kUnitK;
 constexpr int WeightStageBytes(layout::WeightFormat format) {
   return kStageUnits * layout::kGroupTiles * layout::UnitBytes(format);
 }
+// The ring's begin is the first stage's: it is on its way while routes are still being sorted.
+inline constexpr int kSortOffset = kStateBytes + WeightStageBytes(layout::WeightFormat::kNv);
 constexpr int TokenStageBytes(int token_tile) { return token_tile * kStageK * 2; }
 
 // Narrow variants are short of instruction slots: a stage's tokens lie behind its weights, so that
@@ -81,6 +86,9 @@ constexpr int WeightStride(layout::WeightFormat format, int variant_tokens) {
   return WeightStageBytes(format) +
          (HasOneRing(variant_tokens) ? TokenStageBytes(variant_tokens) : 0);
 }
+// In a CTA's own list of routes, if that is in shared memory.
+inline constexpr int kNearRouteBytes = 2;
+static_assert(layout::kOwnSortRoutes <= 1 << (8 * kNearRouteBytes));
 // A larger x is not brought to L2 before it is needed.
 inline constexpr int64_t kMaxPrefetchedTokenBytes = 8 << 20;
 

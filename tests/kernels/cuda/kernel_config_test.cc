@@ -50,7 +50,8 @@ TEST(KernelConfig, TheRingsHoldWhatSortingNeeds) {
     for (const int tokens : {0, 1, 64, 256, 512, 8192}) {
       const auto config = ChooseKernelConfig(layer, tokens, 8, 132);
       ASSERT_TRUE(config.ok());
-      const int rings = config->shared_bytes - moe_layer::kStateBytes - 8 * (layer.num_slots + 1);
+      const int rings = config->shared_bytes - moe_layer::kSortOffset - 8 * (layer.num_slots + 1) -
+                        config->near_routes * moe_layer::kNearRouteBytes;
       EXPECT_GE(rings, moe_layer::kWarps * layer.num_slots * 4 + layer.num_experts * 2 +
                            layout::kOwnSortRoutes * 2 +
                            static_cast<int>((sizeof(moe_layer::MoeLayerParams) + 15) / 16 * 16))

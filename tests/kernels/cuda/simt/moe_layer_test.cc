@@ -108,6 +108,20 @@ TEST_P(SimtMoeLayerTest, AgreesWithTheReferenceInEveryOrder) {
   }
 }
 
+// Six stages a tile: of a CTA's first one the multiplying warps bring what the ring holds. Narrow
+// and wide token tiles, none, and tiles of which a CTA finds none left.
+TEST(SimtMoeLayer, LongTilesBeginWithTokensThatTheMultiplyingWarpsBring) {
+  for (const Recipe recipe : {Recipe::kMxfp4, Recipe::kNvfp4}) {
+    const HostLayer layer = testing::MakeRandomLayer(Spec(1344, 128, 4, recipe), 17);
+    std::vector<RankLayer::Batches> steps;
+    for (const int32_t tokens : {3, 40, 0, 130, 1}) {
+      steps.push_back(Batches(layer.spec, {tokens}, 2, Routing::kUniform, 50 + tokens));
+    }
+    ExpectRightSteps(layer, PlacementOf(4, 1),
+                     {.num_ctas = 5, .max_tokens = 130, .max_top_k = 2, .seed = 6}, steps);
+  }
+}
+
 // Each rank starts a step as soon as its own last one has ended.
 TEST(SimtMoeLayer, StepsOfDifferentSizesFollowEachOtherWithoutMeeting) {
   const HostLayer layer = testing::MakeRandomLayer(Spec(128, 64, 6, Recipe::kMxfp4), 2);

@@ -184,11 +184,12 @@ std::vector<std::vector<std::vector<float>>> RankLayer::Run(const std::vector<Ba
       outputs[s][rank].assign(static_cast<size_t>(batch.num_tokens) * spec_.hidden_size,
                               std::numeric_limits<float>::quiet_NaN());
       moe_layer::MoeLayerParams params = ParamsOf(rank, batch, outputs[s][rank].data());
-      const auto config =
+      auto config =
           cuda::ChooseKernelConfig({format, spec_.hidden_size, spec_.intermediate_size,
                                     spec_.num_experts, placement_.slots_per_rank(), num_ranks},
                                    batch.num_tokens, batch.top_k, options_.num_ctas);
       EXPERTD_CHECK(config.ok());
+      if (options_.far_lists) config->near_routes = 0;
       params = moe_layer::CompleteParams(params, format, *config);
       const auto kernel = KernelFor(format, moe_layer::VariantFor(config->token_tile));
       streams[rank].push_back({[kernel, params] { kernel(params); }, config->num_ctas,

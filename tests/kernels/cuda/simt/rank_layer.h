@@ -27,6 +27,7 @@ class RankLayer {
     uint32_t first_stalled_step = 1;
     uint64_t seed = 1;
     int own_sort_routes = layout::kOwnSortRoutes;  // at most; -1: the CTAs always share the sort
+    bool far_lists = false;  // a CTA's own list of routes is in the workspace, however short
   };
   using Batches = std::vector<testing::HostBatch>;  // by rank
 

@@ -106,11 +106,12 @@ RankLayer::Batches Batches(const LayerSpec& spec, const Case& c, uint64_t seed) 
   return batches;
 }
 
-RankLayer::Options OptionsOf(const Case& c, int own_sort_routes) {
+RankLayer::Options OptionsOf(const Case& c, int own_sort_routes, bool far_lists = false) {
   return {.num_ctas = c.num_ctas,
           .max_tokens = std::max(1, *std::max_element(c.tokens.begin(), c.tokens.end())),
           .max_top_k = c.top_k,
-          .own_sort_routes = own_sort_routes};
+          .own_sort_routes = own_sort_routes,
+          .far_lists = far_lists};
 }
 
 void ExpectList(const RankLayer& run, int rank, int list, const Sorted& expected) {
@@ -135,9 +136,12 @@ TEST_P(SimtSortTest, CtasFindTheSameOrderAloneAndTogether) {
   const testing::HostLayer layer = testing::MakeRandomLayer(Spec(c.experts), 11);
   const Placement placement = PlacementOf(c);
   const auto batches = Batches(layer.spec, c, 12);
-  RankLayer alone(layer, placement, OptionsOf(c, layout::kOwnSortRoutes));
+  RankLayer alone(layer, placement, OptionsOf(c, layout::kOwnSortRoutes, /*far_lists=*/true));
   const auto expected = alone.Run({batches});
   ASSERT_EQ(alone.error(), "");
+  RankLayer near(layer, placement, OptionsOf(c, layout::kOwnSortRoutes));
+  const auto near_outputs = near.Run({batches});
+  ASSERT_EQ(near.error(), "");
   RankLayer together(layer, placement, OptionsOf(c, kAlways));
   const auto outputs = together.Run({batches});
   ASSERT_EQ(together.error(), "");
@@ -148,6 +152,7 @@ TEST_P(SimtSortTest, CtasFindTheSameOrderAloneAndTogether) {
     for (int cta = 0; cta < c.num_ctas; ++cta) ExpectList(alone, rank, cta, sorted);
     ExpectList(together, rank, -1, sorted);
     EXPECT_TRUE(SameBits(outputs[0][rank], expected[0][rank]));
+    EXPECT_TRUE(SameBits(near_outputs[0][rank], expected[0][rank]));
   }
 }
 
