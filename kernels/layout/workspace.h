@@ -87,7 +87,7 @@ struct WorkspaceOffsets {
   int64_t partials = 0;  // [P][T][H] F32, or BF16 at the same strides in elements
   // This rank's own.
   int64_t routes = 0;       // u32: global route by slot, in route order, [ListEntries]
-  int64_t owners = 0;       // u8: 1 + the rank that computes a route, or 0, likewise
+  int64_t route_slots = 0;  // u16: by global route the slot that computes it, or kNowhere, likewise
   int64_t sort_counts = 0;  // [kMaxCtas][slots] u32: routes by slot in a CTA's part, shared sort
   int64_t fc1_done = 0;     // [max_token_tiles][fc1_stride] u32: step that wrote that 64-row tile
   int64_t fc2_done = 0;     // [max_token_tiles][fc2_stride] u32
@@ -113,7 +113,11 @@ inline constexpr int kOwnSortRoutes = 4096;
 // A CTA has counted its part; it has placed it.
 inline constexpr int kSortMeetings = 2;
 
-// Entries of `routes` and `owners`: the list that CTAs share, then one of each CTA.
+// No slot of any rank: of a route that is masked, or whose expert is not there. Global slots are
+// below 32 * 1024.
+inline constexpr uint16_t kNowhere = 0xffff;
+
+// Entries of `routes` and `route_slots`: the list that CTAs share, then one of each CTA.
 EXPERTD_HD constexpr int64_t OwnListRoutes(int64_t max_routes) {
   return max_routes < kOwnSortRoutes ? max_routes : kOwnSortRoutes;
 }
@@ -154,7 +158,7 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
                            peers * RecordBytesOfPeer(offsets.few_tokens, shape.hidden),
                            peer_tokens * shape.hidden * 4,
                            ListEntries(routes) * 4,
-                           ListEntries(routes),
+                           ListEntries(routes) * 2,
                            int64_t{kMaxCtas} * shape.num_slots * 4,
                            tiles * DoneStride(2 * shape.intermediate) * 4,
                            tiles * DoneStride(shape.hidden) * 4,
@@ -169,7 +173,7 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
                              &offsets.partial_records,
                              &offsets.partials,
                              &offsets.routes,
-                             &offsets.owners,
+                             &offsets.route_slots,
                              &offsets.sort_counts,
                              &offsets.fc1_done,
                              &offsets.fc2_done,

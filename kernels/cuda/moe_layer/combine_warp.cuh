@@ -18,8 +18,7 @@ struct CombineWarp {
                                          int l)
       : params(near), waiter{p}, warp(w), lane(l), row(near, l) {}
 
-  // Each warp looks at its share of the flags; a barrier joins them and, of several ranks, the
-  // announcing warp.
+  // Each warp looks at its share of the flags; a barrier joins them and the announcing warp.
   __device__ __forceinline__ void wait_for_outputs() const {
     const MoeLayerParams& p = waiter.params;
     const uint32_t step = p.step;
@@ -40,8 +39,7 @@ struct CombineWarp {
       }
       return found;
     });
-    ptx::barrier_sync<kCombineBarrier>(p.peers.num_ranks > 1 ? kCombiningThreads
-                                                             : kExpertWarps * 32);
+    ptx::barrier_sync<kCombineBarrier>(kCombiningThreads);
     if (warp == 0 && lane == 0) mark(p, kMarkOutputs);
   }
 

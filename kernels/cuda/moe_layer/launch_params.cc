@@ -12,7 +12,7 @@ MoeLayerParams CompleteParams(MoeLayerParams params, layout::WeightFormat format
   const layout::WorkspaceOffsets& offsets = params.workspace;
   params.local.head = reinterpret_cast<layout::WorkspaceHead*>(base + offsets.head);
   params.local.routes = reinterpret_cast<uint32_t*>(base + offsets.routes);
-  params.local.owners = reinterpret_cast<uint8_t*>(base + offsets.owners);
+  params.local.route_slots = reinterpret_cast<uint16_t*>(base + offsets.route_slots);
   params.local.sort_counts = reinterpret_cast<uint32_t*>(base + offsets.sort_counts);
   params.local.sort_flags = reinterpret_cast<uint32_t*>(base + offsets.sort_flags);
   params.local.max_routes = offsets.max_routes;

@@ -53,8 +53,8 @@ enum StallPoint : int32_t {
 // and writes as plain memory. Of these peers write `tokens` only.
 struct LocalMemory {
   layout::WorkspaceHead* head = nullptr;
-  uint32_t* routes = nullptr;  // layout::ListEntries
-  uint8_t* owners = nullptr;   // likewise
+  uint32_t* routes = nullptr;       // layout::ListEntries
+  uint16_t* route_slots = nullptr;  // likewise
   uint32_t* sort_counts = nullptr;
   uint32_t* sort_flags = nullptr;
   uint32_t* fc1_done = nullptr;

@@ -50,13 +50,14 @@ struct PartialRow {
   struct TokenRoutes {
     uint32_t here = 0;    // routes that this rank computes
     uint32_t owners = 0;  // ranks that compute a route
+    int slot = 0;         // lane k: of this rank, if it computes route k
     float weight = 0;
     int64_t first_route = 0;
   };
 
   // What the lanes load for it.
   struct RouteWords {
-    uint32_t owner = 0;  // 1 + rank, or 0
+    uint32_t slot = layout::kNowhere;
     float weight = 0;
     int64_t first_route = 0;
   };
@@ -67,22 +68,25 @@ struct PartialRow {
     RouteWords words;
     words.first_route = int64_t{sources.first_route[source]} + token * top_k;
     if (lane < top_k) {
-      words.owner = route_owners(params)[words.first_route + lane];
+      words.slot = route_slots(params)[words.first_route + lane];
       words.weight = route_weight(params, source, in_source);
     }
     return words;
   }
-  __device__ __forceinline__ static TokenRoutes resolve(const RouteWords& words, int rank) {
+  __device__ __forceinline__ TokenRoutes resolve(const RouteWords& words) const {
+    const uint32_t owner = params.by_slots_per_rank.Quotient(words.slot);
+    const bool somewhere = words.slot != layout::kNowhere;
+    const bool here = somewhere && owner == static_cast<uint32_t>(params.peers.rank);
     TokenRoutes routes;
+    routes.slot = static_cast<int>(words.slot) - params.peers.rank * params.slots_per_rank;
     routes.weight = words.weight;
     routes.first_route = words.first_route;
-    const bool here = words.owner == static_cast<uint32_t>(rank) + 1;
     routes.here = __ballot_sync(0xffffffffu, here);
-    routes.owners = __reduce_or_sync(0xffffffffu, words.owner == 0 ? 0 : 1u << (words.owner - 1));
+    routes.owners = __reduce_or_sync(0xffffffffu, somewhere ? 1u << owner : 0);
     return routes;
   }
   __device__ __forceinline__ TokenRoutes routes_of(int source, int token) const {
-    return resolve(load_routes(source, token), params.peers.rank);
+    return resolve(load_routes(source, token));
   }
 
   __device__ __forceinline__ static void add(float (&sum)[8], const uint4& row, float weight) {

@@ -19,34 +19,73 @@ struct CombineAloneRole : CombineWarp {
 
   using CombineWarp::CombineWarp;
 
-  // A warp's first item is added up before the outputs are there as well, and not stored: its code
-  // and all that it looks up are near when they are.
+  // Until FC2's tiles are there that slices begin .. end - 1 of a token come from. A lane looks
+  // after one route, and every 32 / lanes-th slice.
+  __device__ __forceinline__ void wait_for_tiles(const PartialRow::TokenRoutes& routes, int begin,
+                                                 int end) const {
+    static_assert(layout::kPartialColumns == 4 * layout::kTileRows, "a slice has four flags");
+    const int lanes = 1 << (32 - __clz(params.top_k - 1));  // 32 / lanes slices at once
+    const int k = lane & (lanes - 1);
+    const int slot = __shfl_sync(0xffffffffu, routes.slot, k);
+    const bool waits = (routes.here >> k & 1u) != 0;
+    const uint32_t* tables = tile_begin(waiter.params);
+    const int first = waits ? tables[slot] : 0;
+    const int last = waits ? tables[slot + 1] : 0;
+    const int row_tiles = params.hidden / layout::kTileRows;
+    const int stride = params.local.fc2_done_stride;
+    const uint32_t* flags = params.local.fc2_done;
+    const uint32_t step = params.step;
+    waiter.wait_for_ctas(kWaitFc2, blockIdx.x, [&] {
+      uint32_t found = step;
+#pragma unroll 1
+      for (int slice = begin + lane / lanes; slice < end; slice += 32 / lanes) {
+        const int left = row_tiles - 4 * slice;  // the row's end is padded
+#pragma unroll 1
+        for (int tile = first; tile < last; ++tile) {
+          const uint4 quad = ptx::ld_relaxed_gpu_v4(flags + tile * stride + 4 * slice);
+          if (quad.x != step) found = quad.x;
+          if (left > 1 && quad.y != step) found = quad.y;
+          if (left > 2 && quad.z != step) found = quad.z;
+          if (left > 3 && quad.w != step) found = quad.w;
+        }
+      }
+      return found;
+    });
+    if (warp == 0 && lane == 0) mark(waiter.params, kMarkOutputs);
+  }
+
+  // A warp's first slice is added up before its tiles are there as well, and not stored: code and
+  // what it looks up are near when they are.
   __device__ __forceinline__ void run(uint32_t order) const {
     const int slices = layout::NumPartialSlices(params.hidden);
     const Block items = share_in_order(params.num_tokens * slices, order);
-    if (items.count == 0) return;
     const Run mine = warp_run({items.first, items.first + items.count});
-    bool there = false;
-    int known = -1;
-    PartialRow::TokenRoutes routes;
-    int item = mine.begin;
+    bool warm = false;
 #pragma unroll 1
-    do {
-      if (item < mine.end) {
-        const PartialRow::Slice slice = row.slice_at(item, slices);
-        if (slice.token != known) routes = row.routes_of(0, slice.token);
-        known = slice.token;
-        PartialRow::Columns sum = {};
-        row.add_up<kRowsAtOnce>(routes, slice, sum);
-        if (slice.inside && there) store(sum, slice.element + lane * 8);
+    for (int item = mine.begin; item < mine.end && !waiter.gave_up();) {
+      const int token = item / slices;
+      const int begin = item - token * slices;
+      const int end = min(slices, begin + mine.end - item);
+      const PartialRow::TokenRoutes routes = row.routes_of(0, token);
+      bool there = false;
+#pragma unroll 1
+      for (int index = begin; index < end;) {
+        if (there || !warm) {
+          const PartialRow::Slice slice = row.slice_of(token, index);
+          PartialRow::Columns sum = {};
+          row.add_up<kRowsAtOnce>(routes, slice, sum);
+          if (slice.inside && there) store(sum, slice.element + lane * 8);
+        }
+        warm = true;
+        if (there) {
+          ++index;
+        } else {
+          wait_for_tiles(routes, begin, end);
+          there = true;
+        }
       }
-      if (there) {
-        ++item;
-      } else {
-        wait_for_outputs();
-        there = true;
-      }
-    } while (item < mine.end && !waiter.gave_up());
+      item += end - begin;
+    }
   }
 };
 

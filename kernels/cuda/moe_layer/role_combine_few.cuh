@@ -108,7 +108,7 @@ struct CombineFewRole {
 
   __device__ __forceinline__ void process(const Cursor& at,
                                           const PartialRow::RouteWords& words) const {
-    const TokenRoutes routes = PartialRow::resolve(words, rank);
+    const TokenRoutes routes = common.row.resolve(words);
     const bool is_own = at.home == rank;
     const Slice slice = common.row.slice_of(at.token, at.index);
     const int item = at.token * slices + at.index;

@@ -37,7 +37,7 @@ struct RouteSorter : RouteSources {
     return part.begin + min(warp * chunk, routes);
   }
 
-  // Counts of each warp's run of routes, and each route's owner.
+  // Counts of each warp's run of routes, and each route's slot.
   template <bool kAllCached>
   __device__ __forceinline__ void count(const Part& part, int warp, int lane) const {
     uint32_t* mine = counts + warp * params.num_slots;
@@ -53,7 +53,7 @@ struct RouteSorter : RouteSources {
       if (route < end) {
         const uint16_t global_slot = cached_slot<kAllCached>(part, route, source);
         slot = local_slot(global_slot);
-        route_owners(params)[route] = owner_of(global_slot);
+        route_slots(params)[route] = global_slot;
       }
       const uint32_t same = __match_any_sync(0xffffffffu, slot);
       if (slot >= 0 && lane == __ffs(same) - 1) mine[slot] += __popc(same);

@@ -6,11 +6,11 @@
 #include "kernels/cuda/moe_layer/wait.cuh"
 
 // Which slot each route of the step has. Slots are global here: routing keeps those of this rank,
-// and notes the owners of all. What is looked up lies in the ring's memory while routes are sorted.
+// and notes those of all. What is looked up lies in the ring's memory while routes are sorted.
 namespace expertd::cuda::moe_layer {
 
 struct RouteLookup {
-  static constexpr uint16_t kNowhere = 0xffff;     // global slots are below 32 * 1024
+  static constexpr uint16_t kNowhere = layout::kNowhere;
   static constexpr uint16_t kReplicated = 0xfffe;  // in `table`: look it up
 
   const MoeLayerParams& params;
@@ -172,12 +172,6 @@ struct RouteLookup {
     const int i = route - part.begin;
     if constexpr (kAll) return cache[i];
     return i < cached ? cache[i] : slot_of(route, source);
-  }
-
-  // 1 + the rank, or 0.
-  __device__ __forceinline__ uint8_t owner_of(uint16_t global_slot) const {
-    const uint32_t rank = params.by_slots_per_rank.Quotient(global_slot);
-    return static_cast<uint8_t>(global_slot == kNowhere ? 0 : 1 + rank);
   }
 };
 

@@ -156,9 +156,9 @@ __device__ __forceinline__ uint16_t* near_list(const MoeLayerParams& params) {
 __device__ __forceinline__ uint32_t* far_list(const MoeLayerParams& params) {
   return params.local.routes + shared_state().list_begin;
 }
-// In the workspace: by route 1 + the rank that computes it, or 0.
-__device__ __forceinline__ uint8_t* route_owners(const MoeLayerParams& params) {
-  return params.local.owners + shared_state().list_begin;
+// In the workspace: by route the global slot that computes it, or kNowhere.
+__device__ __forceinline__ uint16_t* route_slots(const MoeLayerParams& params) {
+  return params.local.route_slots + shared_state().list_begin;
 }
 
 // Index in a ring and the parity of its current round.

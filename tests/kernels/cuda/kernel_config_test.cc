@@ -111,9 +111,10 @@ TEST(Workspace, IsWithinTheBoundForTheLargestFoldAndGrowsWithTheWorstRouting) {
 
 TEST(Workspace, RegionsFollowEachOtherAligned) {
   const auto offsets = layout::PlanWorkspace({1, 33, 5, 7, 320, 192});
-  const int64_t all[] = {
-      offsets.head,     offsets.routes,     offsets.owners, offsets.sort_counts, offsets.fc1_done,
-      offsets.fc2_done, offsets.sort_flags, offsets.h,      offsets.y,           offsets.bytes};
+  const int64_t all[] = {offsets.head,        offsets.routes,   offsets.route_slots,
+                         offsets.sort_counts, offsets.fc1_done, offsets.fc2_done,
+                         offsets.sort_flags,  offsets.h,        offsets.y,
+                         offsets.bytes};
   for (size_t i = 0; i + 1 < std::size(all); ++i) {
     EXPECT_LT(all[i], all[i + 1]);
     EXPECT_EQ(all[i] % 256, 0);

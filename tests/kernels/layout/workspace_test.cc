@@ -52,7 +52,7 @@ std::vector<Region> Regions(const WorkspaceShape& shape) {
            peers * std::min<int64_t>(tokens, kMaxCtas) * NumPartialSlices(shape.hidden) * 3 * 512},
           {"partials", o.partials, peers * tokens * shape.hidden * 4},
           {"routes", o.routes, entries * 4},
-          {"owners", o.owners, entries},
+          {"route_slots", o.route_slots, entries * 2},
           {"sort_counts", o.sort_counts, int64_t{kMaxCtas} * shape.num_slots * 4},
           {"fc1_done", o.fc1_done, tiles * fc1_stride * 4},
           {"fc2_done", o.fc2_done, tiles * fc2_stride * 4},
@@ -98,7 +98,7 @@ TEST(Workspace, OnlyShortStepsHaveAListForEachCta) {
       const WorkspaceOffsets offsets = PlanWorkspace(shape);
       EXPECT_EQ(offsets.own_routes, std::min<int64_t>(shape.max_routes(), kOwnSortRoutes));
       EXPECT_LE(offsets.fc1_done - offsets.routes,
-                (shape.max_routes() + kMaxCtas * kOwnSortRoutes) * 5 +
+                (shape.max_routes() + kMaxCtas * kOwnSortRoutes) * 6 +
                     kMaxCtas * shape.num_slots * 4 + 3 * 256);
     }
   }

@@ -50,6 +50,7 @@ T max(T a, T b) {
 
 inline int __ffs(uint32_t value) { return value == 0 ? 0 : std::countr_zero(value) + 1; }
 inline int __popc(uint32_t value) { return std::popcount(value); }
+inline int __clz(int value) { return std::countl_zero(static_cast<uint32_t>(value)); }
 inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline float __int_as_float(int32_t bits) { return std::bit_cast<float>(bits); }

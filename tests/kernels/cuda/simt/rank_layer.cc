@@ -129,9 +129,10 @@ const uint32_t* RankLayer::routes(int rank, int list) const {
   return reinterpret_cast<uint32_t*>(windows_ + rank * offsets_.bytes + offsets_.routes) + begin;
 }
 
-const uint8_t* RankLayer::owners(int rank, int list) const {
+const uint16_t* RankLayer::slots(int rank, int list) const {
   const int64_t begin = list < 0 ? 0 : offsets_.max_routes + list * offsets_.own_routes;
-  return reinterpret_cast<uint8_t*>(windows_ + rank * offsets_.bytes + offsets_.owners) + begin;
+  return reinterpret_cast<uint16_t*>(windows_ + rank * offsets_.bytes + offsets_.route_slots) +
+         begin;
 }
 
 moe_layer::MoeLayerParams RankLayer::ParamsOf(int rank, const testing::HostBatch& batch,

@@ -44,7 +44,7 @@ class RankLayer {
 
   // Of the last step: the list that the rank's CTAs share (-1) or that of one of them.
   const uint32_t* routes(int rank, int list) const;
-  const uint8_t* owners(int rank, int list) const;
+  const uint16_t* slots(int rank, int list) const;
 
  private:
   struct Rank;

@@ -53,10 +53,10 @@ const Case kCases[] = {
 
 void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 
-// What a rank's CTAs have to find: routes by slot in route order, and the owner of each route.
+// What a rank's CTAs have to find: routes by slot in route order, and the slot of each route.
 struct Sorted {
   std::vector<uint32_t> routes;
-  std::vector<uint8_t> owners;
+  std::vector<uint16_t> slots;
 };
 
 Sorted SortOnHost(const RankLayer::Batches& batches, const Placement& placement, int rank) {
@@ -64,13 +64,13 @@ Sorted SortOnHost(const RankLayer::Batches& batches, const Placement& placement,
   Sorted sorted;
   for (const testing::HostBatch& batch : batches) {
     for (int32_t i = 0; i < batch.num_tokens * batch.top_k; ++i) {
-      const auto route = static_cast<uint32_t>(sorted.owners.size());
-      sorted.owners.push_back(0);
+      const auto route = static_cast<uint32_t>(sorted.slots.size());
+      sorted.slots.push_back(layout::kNowhere);
       if (batch.ids[i] < 0) continue;
       const auto replicas = placement.SlotsOf(batch.ids[i]);
       const int32_t slot = replicas[batch.row_in_request[i / batch.top_k] % replicas.size()];
       const int owner = slot / placement.slots_per_rank();
-      sorted.owners.back() = static_cast<uint8_t>(1 + owner);
+      sorted.slots.back() = static_cast<uint16_t>(slot);
       if (owner == rank) by_slot[slot % placement.slots_per_rank()].push_back(route);
     }
   }
@@ -116,9 +116,9 @@ RankLayer::Options OptionsOf(const Case& c, int own_sort_routes, bool far_lists 
 
 void ExpectList(const RankLayer& run, int rank, int list, const Sorted& expected) {
   const uint32_t* routes = run.routes(rank, list);
-  const uint8_t* owners = run.owners(rank, list);
+  const uint16_t* slots = run.slots(rank, list);
   EXPECT_TRUE(std::equal(expected.routes.begin(), expected.routes.end(), routes));
-  EXPECT_TRUE(std::equal(expected.owners.begin(), expected.owners.end(), owners));
+  EXPECT_TRUE(std::equal(expected.slots.begin(), expected.slots.end(), slots));
 }
 
 bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
