@@ -39,7 +39,7 @@ struct AnnounceRole {
   __device__ __forceinline__ void announce() {
     const Tile& tile = shared_state().tiles[slot.index].tile;
     if (lane < tile.num_row_tiles && may_announce(tile)) {
-      ptx::fence_proxy_async_global();  // h is read by the copy engine
+      if (tile.phase == Phase::kFc1) ptx::fence_proxy_async_global();  // the copy engine reads h
       ptx::fence_acq_rel_gpu();
       ptx::st_relaxed_gpu(flags_of(tile) + tile.first_row_tile + lane, params.step);
     }

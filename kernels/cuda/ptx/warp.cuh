@@ -31,11 +31,11 @@ __device__ __forceinline__ int lane_id() {
   return lane;
 }
 
-// True on one lane of the warp, all of which are here.
+// True on one lane of the warp, all of which are here: always the same one, so that it need not be
+// asked again.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
-  asm volatile(
-      "{\n.reg .pred p;\n"
+  asm("{\n.reg .pred p;\n"
       "elect.sync _|p, 0xffffffff;\n"
       "selp.u32 %0, 1, 0, p;\n}"
       : "=r"(elected));

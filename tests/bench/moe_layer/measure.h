@@ -23,7 +23,7 @@ struct Row {
 
 // The group's SetTokens has been called; these fill their part of the row.
 
-// Every routing's output against the plain kernels in f32, sampled rows of every rank.
+// The output of some routings against the plain kernels in f32, sampled rows of every rank.
 void Compare(LayerGroup& group, Row* row);
 
 // Launches that each follow a read which displaces L2; all ranks meet on the GPUs before each. On a
