@@ -120,7 +120,7 @@ template <layout::WeightFormat kFormat>
 Kernel variant_kernel(int variant) {
   if constexpr (kFormat == layout::WeightFormat::kMx) {
     static const Kernel kKernels[kNumVariants] = {
-        moe_layer_kernel<kFormat, 8, 16>,      moe_layer_kernel<kFormat, 16, 24>,
+        moe_layer_kernel<kFormat, 8, 16>,      moe_layer_kernel<kFormat, 8, 16, 24>,
         moe_layer_kernel<kFormat, 24, 32>,     moe_layer_kernel<kFormat, 32, 40, 48>,
         moe_layer_kernel<kFormat, 48, 56, 64>, moe_layer_kernel<kFormat, 64, 72, 80>};
     return kKernels[variant];
