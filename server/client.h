@@ -100,6 +100,8 @@ class ForwardStream {
     v1::ForwardResponse response;  // if OK
   };
 
+  // Cancels what is unanswered; waits, for no network, until gRPC has let go of the call. Not to be
+  // destroyed by one of gRPC's own threads.
   ~ForwardStream();
   ForwardStream(const ForwardStream&) = delete;
   ForwardStream& operator=(const ForwardStream&) = delete;
@@ -124,7 +126,7 @@ class ForwardStream {
   class Reactor;
   ForwardStream(std::shared_ptr<grpc::Channel> channel, int max_inflight);
 
-  std::shared_ptr<Reactor> reactor_;
+  std::unique_ptr<Reactor> reactor_;
   int max_inflight_;
 };
 

@@ -20,10 +20,14 @@ std::chrono::steady_clock::time_point DeadlineAfter(absl::Duration timeout) {
   return std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(bounded);
 }
 
+// OnDone of a cancelled call needs the network for nothing.
+constexpr absl::Duration kCancelTimeout = absl::Seconds(10);
+
 }  // namespace
 
-// The stream's state. gRPC's threads call On...; the user's threads call the rest. It owns itself
-// from Start until OnDone, so that a ForwardStream can be dropped without waiting for the network.
+// The stream's state. gRPC's threads call On...; the user's threads call the rest, and destroy it:
+// a channel whose last owner is one of gRPC's threads takes that thread's queue with it, and what
+// gRPC frees twice then ends the process, or keeps it from ending.
 //
 // gRPC allows one write at a time, and no operation after its hold on the call is gone: writing_ is
 // the one right to start a write or the half-close, and the hold goes when the stream has ended (a
@@ -34,15 +38,19 @@ class ForwardStream::Reactor
   Reactor(std::shared_ptr<grpc::Channel> channel, int max_inflight)
       : stub_(v1::ExpertService::NewStub(channel)), max_inflight_(max_inflight) {}
 
-  void Start(std::shared_ptr<Reactor> self) {
-    self_ = std::move(self);
+  void Start() {
     stub_->async()->ForwardStream(&context_, this);
     AddHold();
     StartRead(&read_);
     StartCall();
   }
 
-  void Cancel() { context_.TryCancel(); }
+  // Whether gRPC has let go of this object; if not, it must live on.
+  bool Cancel() {
+    context_.TryCancel();
+    std::unique_lock lock(mutex_);
+    return changed_.wait_until(lock, DeadlineAfter(kCancelTimeout), [this] { return done_; });
+  }
 
   absl::Status Send(v1::ForwardRequest request, absl::Duration timeout) {
     std::unique_lock lock(mutex_);
@@ -132,8 +140,7 @@ class ForwardStream::Reactor
   }
 
   void OnDone(const grpc::Status& status) override {
-    const std::shared_ptr<Reactor> self = std::move(self_);  // outlives the lock below
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(mutex_);  // whoever sees done_ may destroy this object
     final_ = status;
     done_ = true;
     changed_.notify_all();
@@ -192,7 +199,6 @@ class ForwardStream::Reactor
   const int max_inflight_;
   grpc::ClientContext context_;
   v1::ForwardStreamResponse read_;  // only the thread that runs OnReadDone
-  std::shared_ptr<Reactor> self_;
 
   std::mutex mutex_;  // guards all below
   std::condition_variable changed_;
@@ -211,12 +217,16 @@ class ForwardStream::Reactor
 };
 
 ForwardStream::ForwardStream(std::shared_ptr<grpc::Channel> channel, int max_inflight)
-    : reactor_(std::make_shared<Reactor>(std::move(channel), max_inflight)),
+    : reactor_(std::make_unique<Reactor>(std::move(channel), max_inflight)),
       max_inflight_(max_inflight) {
-  reactor_->Start(reactor_);
+  reactor_->Start();
 }
 
-ForwardStream::~ForwardStream() { reactor_->Cancel(); }
+ForwardStream::~ForwardStream() {
+  if (!reactor_->Cancel()) {
+    (void)reactor_.release();  // better lost than destroyed under gRPC's hands
+  }
+}
 
 absl::Status ForwardStream::Send(v1::ForwardRequest request, absl::Duration timeout) {
   return reactor_->Send(std::move(request), timeout);

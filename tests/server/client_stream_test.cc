@@ -240,5 +240,20 @@ TEST_F(ClientStreamTest, OpeningAndDroppingManyStreamsIsSafe) {
   }
 }
 
+// The client goes first, so that the stream is the last owner of the channel, and gRPC's thread may
+// be the last to know of the stream.
+TEST_F(ClientStreamTest, AStreamMayOutliveItsClient) {
+  server_.stream = Echo;
+  for (int i = 0; i < 40; ++i) {
+    Open(4);
+    for (uint64_t id = 1; id <= 3; ++id) ASSERT_TRUE(Send(id).ok());
+    client_.reset();
+    if (i % 2 == 0) {
+      EXPECT_TRUE(stream_->Receive(kLong).ok());
+    }
+    stream_.reset();
+  }
+}
+
 }  // namespace
 }  // namespace expertd
