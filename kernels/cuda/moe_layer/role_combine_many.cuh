@@ -8,29 +8,39 @@ namespace expertd::cuda::moe_layer {
 
 struct CombineManyRole : ReturnRounds {
   static constexpr int kRowsAtOnce = 8;
-  static constexpr int kRanksAtOnce = 2;
   static constexpr int kRoundLag = 2;  // rounds between returning and adding up
   static_assert(kRoundLag <= kRoundSlots);
   using Slice = PartialRow::Slice;
 
-  using ReturnRounds::ReturnRounds;
+  // Where the first peer's partial rows came to, and how far from it the next one's. Kept: to make
+  // an address anew takes six parameters.
+  const char* came;
+  int64_t came_step;
+  int rank;
+
+  __device__ __forceinline__ CombineManyRole(const MoeLayerParams& params,
+                                             const MoeLayerParams& near, int warp, int lane)
+      : ReturnRounds(params, near, warp, lane),
+        came(params.peers.at<char>(params.peers.rank, params.workspace.partials)),
+        came_step(int64_t{params.workspace.max_tokens} * params.hidden * 4),
+        rank(params.peers.rank) {}
 
   // A lane's columns of a slice as they came.
   struct Sent {
     uint4 low;
     uint4 high;  // not in BF16
   };
-  __device__ __forceinline__ void load(int owner, const Slice& slice, Sent& sent) const {
-    if (!slice.inside) return;
+  // Of the lowest of `peers`.
+  __device__ __forceinline__ void load(uint32_t peers, const Slice& slice, Sent& sent) const {
+    if (peers == 0 || !slice.inside) return;
+    const char* from = came + layout::PeerIndex(__ffs(peers) - 1, rank) * came_step + lane * 16;
     if (row.as_bf16) {
-      const uint16_t* from = partials<uint16_t>(params, owner, params.peers.rank);
-      sent.low = __ldcg(reinterpret_cast<const uint4*>(from + slice.element + lane * 8));
+      sent.low = __ldcg(reinterpret_cast<const uint4*>(from + slice.element * 2));
       return;
     }
-    const float* from =
-        partials<float>(params, owner, params.peers.rank) + slice.element + lane * 4;
+    from += slice.element * 4;
     sent.low = __ldcg(reinterpret_cast<const uint4*>(from));
-    sent.high = __ldcg(reinterpret_cast<const uint4*>(from + slice.width / 2));
+    sent.high = __ldcg(reinterpret_cast<const uint4*>(from + slice.width * 2));
   }
   __device__ __forceinline__ void add(const Slice& slice, const Sent& sent, Columns& total) const {
     if (!slice.inside) return;
@@ -59,33 +69,26 @@ struct CombineManyRole : ReturnRounds {
     }
   }
 
-  // All loads of a slice are on their way before the first is used.
+  // A slice's rows here, and what the first peer sent, are on their way together; the next peer's
+  // while one's are added.
   __device__ __forceinline__ void combine(const TokenRoutes& routes, const Slice& slice) const {
-    const int rank = params.peers.rank;
+    uint32_t peers = routes.owners & ~(1u << rank);
+    Sent sent = {};
+    load(peers, slice, sent);
     Columns own = {};
+    row.add_up<kRowsAtOnce>(routes, slice, own);
     Columns total = {};
 #pragma unroll 1
-    for (uint32_t left = routes.owners; left != 0;) {
-      Sent sent[kRanksAtOnce];
-      uint32_t to_load = left;
-#pragma unroll
-      for (int i = 0; i < kRanksAtOnce; ++i) {
-        const int owner = __ffs(to_load) - 1;
-        to_load &= to_load - 1;
-        if (owner >= 0 && owner != rank) load(owner, slice, sent[i]);
+    for (uint32_t left = routes.owners; left != 0; left &= left - 1) {
+      if (__ffs(left) - 1 == rank) {
+        add_own(own, total);
+        continue;
       }
-      if (left == routes.owners) row.add_up<kRowsAtOnce>(routes, slice, own);
-#pragma unroll
-      for (int i = 0; i < kRanksAtOnce; ++i) {
-        if (left == 0) continue;
-        const int owner = __ffs(left) - 1;
-        left &= left - 1;
-        if (owner == rank) {
-          add_own(own, total);
-        } else {
-          add(slice, sent[i], total);
-        }
-      }
+      Sent next = {};
+      peers &= peers - 1;
+      load(peers, slice, next);
+      add(slice, sent, total);
+      sent = next;
     }
     if (slice.inside) store(total, slice.element + lane * 8);
   }
