@@ -95,9 +95,10 @@ EXPERTD_HD constexpr int ScaleWordOffset(WeightFormat format, int row, int word)
   return kUnitCodeBytes + (format == WeightFormat::kMx ? place * 4 : place * 8 + word * 4);
 }
 
-// --- a code word: the bits of code (pair p, which) lie so that five logic operations, two rotates
-// and one multiplication (DequantiseWord) give four BF16 pairs of value * 2^-126. The bits of pair
-// 3 are scattered: its product holds copies of them shifted by 2, 7 and 12, of which no two meet.
+// --- a code word: the bits of code (pair p, which) lie so that five logic operations, a rotate, a
+// shift and a multiplication (DequantiseWord) give four BF16 pairs of value * 2^-126. The bits of
+// pair 3 are scattered: its product holds copies of them shifted by 2, 7 and 12, of which no two
+// meet.
 EXPERTD_HD constexpr uint32_t RotateRight(uint32_t value, int n) {
   return (n & 31) == 0 ? value : (value >> (n & 31)) | (value << (32 - (n & 31)));
 }

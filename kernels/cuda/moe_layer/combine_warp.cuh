@@ -18,6 +18,15 @@ struct CombineWarp {
                                          int l)
       : params(near), waiter{p}, warp(w), lane(l), row(near, l) {}
 
+  // Of a slice's four flags those that there are: one that is not the step yet goes to `found`.
+  __device__ __forceinline__ static void look_at(const uint4& quad, int there, uint32_t step,
+                                                 uint32_t& found) {
+    if (quad.x != step) found = quad.x;
+    if (there > 1 && quad.y != step) found = quad.y;
+    if (there > 2 && quad.z != step) found = quad.z;
+    if (there > 3 && quad.w != step) found = quad.w;
+  }
+
   // Each warp looks at its share of the flags; a barrier joins them and the announcing warp.
   __device__ __forceinline__ void wait_for_outputs() const {
     const MoeLayerParams& p = waiter.params;
@@ -31,11 +40,7 @@ struct CombineWarp {
 #pragma unroll 1
       for (int i = warp * 32 + lane; i < end; i += kExpertWarps * 32) {
         const uint4 quad = ptx::ld_relaxed_gpu_v4(flags + 4 * i);
-        const int left = row_tiles - 4 * (i % quads);  // the row's end is padded
-        if (quad.x != step) found = quad.x;
-        if (left > 1 && quad.y != step) found = quad.y;
-        if (left > 2 && quad.z != step) found = quad.z;
-        if (left > 3 && quad.w != step) found = quad.w;
+        look_at(quad, row_tiles - 4 * (i % quads), step, found);  // the row's end is padded
       }
       return found;
     });

@@ -12,26 +12,28 @@ __device__ __forceinline__ bool has_many_tokens(int num_tokens) {
   return num_tokens > static_cast<int>(gridDim.x);
 }
 
-// Of `count` things in order, those that fall to this CTA: on every rank to the CTA of the same
-// index, since the ranks' grids are equal.
 struct Block {
   int first;
   int count;
 };
-__device__ __forceinline__ Block share_of(int count) {
+__device__ __forceinline__ int even_share(int count) {
   const int ctas = static_cast<int>(gridDim.x);
-  const int length = (count + ctas - 1) / ctas;
-  const int first = static_cast<int>(blockIdx.x) * length;
+  return (count + ctas - 1) / ctas;
+}
+__device__ __forceinline__ Block nth_block(int count, int length, int n) {
+  const int first = n * length;
   return {first, max(min(length, count - first), 0)};
+}
+// Of `count` things in order, those that fall to this CTA: on every rank to the CTA of the same
+// index, since the ranks' grids are equal.
+__device__ __forceinline__ Block share_of(int count) {
+  return nth_block(count, even_share(count), static_cast<int>(blockIdx.x));
 }
 // Where there is one rank, those that fall to the CTA that was the `order`-th to find the list of
 // tiles ended: one for each combining warp, if there are so few, so that the last CTAs have none.
 __device__ __forceinline__ Block share_in_order(int count, uint32_t order) {
-  const int ctas = static_cast<int>(gridDim.x);
   if (order >= gridDim.x) return {0, 0};
-  const int length = max((count + ctas - 1) / ctas, kExpertWarps);
-  const int first = static_cast<int>(order) * length;
-  return {first, max(min(length, count - first), 0)};
+  return nth_block(count, max(even_share(count), kExpertWarps), static_cast<int>(order));
 }
 
 // The tokens that fall to this CTA whole, of a rank that has many.

@@ -75,12 +75,13 @@ __device__ __forceinline__ uint32_t* partial_flags(const MoeLayerParams& params,
       params, params.workspace.partial_flags,
       int64_t{params.workspace.max_tokens} * layout::NumPartialSlices(params.hidden), 0, from, to);
 }
-// [T][H] F32 or BF16
-template <typename T>
-__device__ __forceinline__ T* partials(const MoeLayerParams& params, int from, int to) {
-  return reinterpret_cast<T*>(
-      peer_region<float>(params, params.workspace.partials,
-                         int64_t{params.workspace.max_tokens} * params.hidden, 0, from, to));
+// [T][H] F32, or BF16 in the first half of the place.
+__device__ __forceinline__ int64_t partial_elements(const MoeLayerParams& params) {
+  return int64_t{params.workspace.max_tokens} * params.hidden;
+}
+__device__ __forceinline__ float* partials(const MoeLayerParams& params, int from, int to) {
+  return peer_region<float>(params, params.workspace.partials, partial_elements(params), 0, from,
+                            to);
 }
 
 // Global slot of a route: which replica is a function of the expert and the row's index in its

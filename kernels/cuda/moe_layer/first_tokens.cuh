@@ -6,7 +6,7 @@
 
 // One rank: the first token stages of a CTA's first tile are brought by the multiplying warps,
 // which would wait for them: all rows at once, and by a few instructions. The way through the token
-// warps' code takes three microseconds when it is run for the first time.
+// warps' code takes two microseconds more when it is run for the first time.
 namespace expertd::cuda::moe_layer {
 
 // How many: what the ring holds, whole ones only, and so that each token warp has one left, behind
@@ -27,7 +27,7 @@ __device__ __forceinline__ void ask_first_tokens(const MoeLayerParams& params, i
 #pragma unroll 1
   for (int row = warp; row < tile.rows; row += kExpertWarps) {
     const uint32_t position = tile.first_route + row;
-    const uint32_t route = near ? near_list(params)[position] : far_list(params)[position];
+    const uint32_t route = sorted_route(params, near, position);
     const int64_t first = int64_t{params.by_top_k.Quotient(route)} * params.hidden;
     const uint16_t* from = params.x + first + lane * 8;
     uint32_t to = token_stage_address(params, 0) + (lane >> 3) * (tile.width * 128) + row * 128 +

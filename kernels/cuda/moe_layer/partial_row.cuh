@@ -41,10 +41,6 @@ struct PartialRow {
     slice.inside = lane * 8 < slice.width;
     return slice;
   }
-  __device__ __forceinline__ Slice slice_at(int item, int slices) const {
-    const int token = item / slices;
-    return slice_of(token, item - token * slices);
-  }
 
   // A token's routes: lane k holds route k's weight.
   struct TokenRoutes {
@@ -178,7 +174,7 @@ struct PartialRow {
   // Each store of a warp is one piece that way.
   __device__ __forceinline__ char* destination(int home, int token) const {
     const int64_t element = int64_t{token} * hidden;
-    char* row = reinterpret_cast<char*>(partials<float>(params, params.peers.rank, home));
+    char* row = reinterpret_cast<char*>(partials(params, params.peers.rank, home));
     return row + element * (as_bf16 ? 2 : 4) + lane * 16;
   }
   __device__ __forceinline__ void store_partial(char* to, int slice, const Columns& sum) const {

@@ -39,14 +39,10 @@ struct CombineAloneRole : CombineWarp {
       uint32_t found = step;
 #pragma unroll 1
       for (int slice = begin + lane / lanes; slice < end; slice += 32 / lanes) {
-        const int left = row_tiles - 4 * slice;  // the row's end is padded
 #pragma unroll 1
         for (int tile = first; tile < last; ++tile) {
           const uint4 quad = ptx::ld_relaxed_gpu_v4(flags + tile * stride + 4 * slice);
-          if (quad.x != step) found = quad.x;
-          if (left > 1 && quad.y != step) found = quad.y;
-          if (left > 2 && quad.z != step) found = quad.z;
-          if (left > 3 && quad.w != step) found = quad.w;
+          look_at(quad, row_tiles - 4 * slice, step, found);  // the row's end is padded
         }
       }
       return found;

@@ -22,7 +22,7 @@ struct CombineManyRole : ReturnRounds {
                                              const MoeLayerParams& near, int warp, int lane)
       : ReturnRounds(params, near, warp, lane),
         came(params.peers.at<char>(params.peers.rank, params.workspace.partials)),
-        came_step(int64_t{params.workspace.max_tokens} * params.hidden * 4),
+        came_step(partial_elements(params) * sizeof(float)),
         rank(params.peers.rank) {}
 
   // A lane's columns of a slice as they came.

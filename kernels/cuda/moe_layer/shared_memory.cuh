@@ -26,7 +26,7 @@ struct TileSlot {
   int32_t num_units;     // of K, 128 each
   uint32_t first_route;  // position of the first row in the sorted routes; of the list's end: this
                          // CTA's place in the order in which CTAs come to it
-  // Written before the tile's first token stage is announced:
+  // Written before the last token stage of the warp that leaves them is announced:
   float factors[layout::kGroupTiles][2];  // of the accumulators, by 64-row tile and half
   uint32_t route[kMaxTokenTile];          // by row
 };
@@ -144,8 +144,7 @@ __device__ __forceinline__ uint32_t* tile_begin(const MoeLayerParams& params) {
 }
 
 // The step's routes by slot: near, in shared memory, if the CTA sorted them itself and has room for
-// them; else in the workspace, the CTA's own list or the one that the rank's CTAs share. A load
-// from there costs the first tile two microseconds.
+// them; else in the workspace, the CTA's own list or the one that the rank's CTAs share.
 __device__ __forceinline__ bool list_is_near(const MoeLayerParams& params) {
   const uint32_t routes = shared_state().sources.first_route[params.peers.num_ranks];
   return static_cast<int32_t>(routes) <= params.near_routes;
@@ -155,6 +154,10 @@ __device__ __forceinline__ uint16_t* near_list(const MoeLayerParams& params) {
 }
 __device__ __forceinline__ uint32_t* far_list(const MoeLayerParams& params) {
   return params.local.routes + shared_state().list_begin;
+}
+__device__ __forceinline__ uint32_t sorted_route(const MoeLayerParams& params, bool near,
+                                                 uint32_t position) {
+  return near ? near_list(params)[position] : far_list(params)[position];
 }
 // In the workspace: by route the global slot that computes it, or kNowhere.
 __device__ __forceinline__ uint16_t* route_slots(const MoeLayerParams& params) {

@@ -33,7 +33,7 @@ struct TileRows {
       source[i] = 0;
       if (row >= tile.rows) continue;
       const uint32_t position = tile.first_route + row;
-      route[i] = near ? near_list(params)[position] : far_list(params)[position];
+      route[i] = sorted_route(params, near, position);
       if (is_fc1) source[i] = token_row(params, route[i]) * row_chunks;
     }
   }
