@@ -58,10 +58,9 @@ EXPERTD_HD constexpr RouteRecord RouteHeader(uint32_t step, int tokens, int top_
 EXPERTD_HD constexpr int TokensOf(const RouteRecord& header) { return header.expert; }
 EXPERTD_HD constexpr int TopKOf(const RouteRecord& header) { return header.row; }
 
-// Columns of a partial row that one flag covers.
+// Partial rows cross by slices of so many columns, each as records of 16 bytes: up to three of each
+// of 32 lanes.
 inline constexpr int kPartialColumns = 256;
-// Where few tokens are at home those columns cross as records of 16 bytes, up to three of each of
-// 32 lanes.
 inline constexpr int kRecordsOfLane = 3;
 inline constexpr int kSliceRecords = 32 * kRecordsOfLane;
 inline constexpr int kRecordBytes = 16;
@@ -81,10 +80,8 @@ struct WorkspaceOffsets {
   int64_t route_records = 0;  // [2][P][1 + T K] RouteRecord, a header first
   int64_t token_flags = 0;    // [2][R][T] u32, step; nothing if R = 1
   int64_t tokens = 0;         // [2][R][T][H] BF16, likewise; only rows with a route to this rank
-  int64_t partial_flags = 0;  // [P][T][slices] u32, step
-  // [P][few_tokens][slices][kRecordsOfLane][32] records; the last word of each is always a step.
+  // [P][T][slices][kRecordsOfLane][32] records; the last word of each is always a step.
   int64_t partial_records = 0;
-  int64_t partials = 0;  // [P][T][H] F32, or BF16 at the same strides in elements
   // This rank's own.
   int64_t routes = 0;       // u32: global route by slot, in route order, [ListEntries]
   int64_t route_slots = 0;  // u16: by global route the slot that computes it, or kNowhere, likewise
@@ -99,7 +96,6 @@ struct WorkspaceOffsets {
   int64_t max_routes = 0;
   int64_t own_routes = 0;   // entries of a CTA's own list
   int32_t max_tokens = 0;   // T of the strides
-  int32_t few_tokens = 0;   // FewTokens(T)
   int64_t rank_routes = 0;  // T K of the strides
 };
 
@@ -125,13 +121,9 @@ EXPERTD_HD constexpr int64_t ListEntries(int64_t max_routes) {
   return max_routes + kMaxCtas * OwnListRoutes(max_routes);
 }
 
-// Most tokens that are few for a rank: at most one a CTA. Their partial rows cross as records.
-EXPERTD_HD constexpr int FewTokens(int max_tokens) {
-  return max_tokens < kMaxCtas ? max_tokens : kMaxCtas;
-}
-// Of one peer's records; H of 32768 makes 28 MB.
-EXPERTD_HD constexpr int RecordBytesOfPeer(int few_tokens, int hidden) {
-  return few_tokens * NumPartialSlices(hidden) * kSliceRecords * kRecordBytes;
+// Of one peer's partial rows.
+EXPERTD_HD constexpr int64_t RecordBytesOfPeer(int64_t max_tokens, int hidden) {
+  return max_tokens * NumPartialSlices(hidden) * kSliceRecords * kRecordBytes;
 }
 
 // 64-row tiles of one token tile, padded so that four flags are one 16-byte load.
@@ -147,16 +139,13 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
   offsets.max_routes = routes;
   offsets.own_routes = OwnListRoutes(routes);
   offsets.max_tokens = shape.max_tokens_per_rank;
-  offsets.few_tokens = FewTokens(shape.max_tokens_per_rank);
   offsets.rank_routes = shape.rank_routes();
   int64_t end = 0;
   const int64_t sizes[] = {int64_t{sizeof(WorkspaceHead)},
                            2 * peers * (1 + shape.rank_routes()) * int64_t{sizeof(RouteRecord)},
                            2 * rank_tokens * 4,
                            2 * rank_tokens * shape.hidden * 2,
-                           peer_tokens * NumPartialSlices(shape.hidden) * 4,
-                           peers * RecordBytesOfPeer(offsets.few_tokens, shape.hidden),
-                           peer_tokens * shape.hidden * 4,
+                           RecordBytesOfPeer(peer_tokens, shape.hidden),
                            ListEntries(routes) * 4,
                            ListEntries(routes) * 2,
                            int64_t{kMaxCtas} * shape.num_slots * 4,
@@ -169,9 +158,7 @@ EXPERTD_HD constexpr WorkspaceOffsets PlanWorkspace(const WorkspaceShape& shape)
                              &offsets.route_records,
                              &offsets.token_flags,
                              &offsets.tokens,
-                             &offsets.partial_flags,
                              &offsets.partial_records,
-                             &offsets.partials,
                              &offsets.routes,
                              &offsets.route_slots,
                              &offsets.sort_counts,

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/cuda/moe_layer/cta_share.cuh"
 #include "kernels/cuda/moe_layer/partial_row.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 
@@ -18,16 +19,7 @@ struct CombineWarp {
                                          int l)
       : params(near), waiter{p}, warp(w), lane(l), row(near, l) {}
 
-  // Of a slice's four flags those that there are: one that is not the step yet goes to `found`.
-  __device__ __forceinline__ static void look_at(const uint4& quad, int there, uint32_t step,
-                                                 uint32_t& found) {
-    if (quad.x != step) found = quad.x;
-    if (there > 1 && quad.y != step) found = quad.y;
-    if (there > 2 && quad.z != step) found = quad.z;
-    if (there > 3 && quad.w != step) found = quad.w;
-  }
-
-  // Each warp looks at its share of the flags; a barrier joins them and the announcing warp.
+  // Each warp looks at its share of the flags; a barrier joins them.
   __device__ __forceinline__ void wait_for_outputs() const {
     const MoeLayerParams& p = waiter.params;
     const uint32_t step = p.step;
@@ -40,7 +32,7 @@ struct CombineWarp {
 #pragma unroll 1
       for (int i = warp * 32 + lane; i < end; i += kExpertWarps * 32) {
         const uint4 quad = ptx::ld_relaxed_gpu_v4(flags + 4 * i);
-        look_at(quad, row_tiles - 4 * (i % quads), step, found);  // the row's end is padded
+        look_at_flags(quad, row_tiles - 4 * (i % quads), step, found);  // the row's end is padded
       }
       return found;
     });

@@ -2,15 +2,8 @@
 
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
 
-// Which tokens, or slices of tokens, a CTA combines and returns.
+// Which slices of tokens a CTA returns and combines.
 namespace expertd::cuda::moe_layer {
-
-// Whether a rank has many tokens, more than there are CTAs. Then each CTA takes some of them whole,
-// the announcing warps return what is due early, and partial rows are flagged. Of a rank that has
-// few the CTAs share slices of tokens, and partial rows cross as records.
-__device__ __forceinline__ bool has_many_tokens(int num_tokens) {
-  return num_tokens > static_cast<int>(gridDim.x);
-}
 
 struct Block {
   int first;
@@ -24,8 +17,7 @@ __device__ __forceinline__ Block nth_block(int count, int length, int n) {
   const int first = n * length;
   return {first, max(min(length, count - first), 0)};
 }
-// Of `count` things in order, those that fall to this CTA: on every rank to the CTA of the same
-// index, since the ranks' grids are equal.
+// Of `count` things in order, those that fall to this CTA.
 __device__ __forceinline__ Block share_of(int count) {
   return nth_block(count, even_share(count), static_cast<int>(blockIdx.x));
 }
@@ -36,15 +28,96 @@ __device__ __forceinline__ Block share_in_order(int count, uint32_t order) {
   return nth_block(count, max(even_share(count), kExpertWarps), static_cast<int>(order));
 }
 
-// The tokens that fall to this CTA whole, of a rank that has many.
-__device__ __forceinline__ Block tokens_of(int num_tokens) {
-  return has_many_tokens(num_tokens) ? share_of(num_tokens) : Block{0, 0};
+// Several ranks: items are slices of tokens, by column block, as FC2 completes them. Of each rank's
+// tokens and each block a CTA has a share.
+inline constexpr int kBlockSlices = kColumnBlockTiles * 64 / layout::kPartialColumns;
+__device__ __forceinline__ int num_column_blocks(int slices) {
+  return (slices + kBlockSlices - 1) / kBlockSlices;
 }
-__device__ __forceinline__ bool any_has_many_tokens(const MoeLayerParams& params) {
+
+// A walk over the CTA's items: of some column blocks those of the peers' tokens, the next rank's
+// first, and then, if it goes on, those of this rank's own tokens, all blocks.
+struct ItemWalk {
+  int rank;
+  int num_ranks;
+  int slices;     // of a token
+  int peers_end;  // column block behind the last of the peers'
+  bool goes_on;   // to the own ones
+  int block = 0;
+  int distance = 0;  // from this rank to the tokens' one, 1 .. num_ranks
+  int home = 0;      // that rank
+  int first = 0;     // the CTA's items of its tokens in a block
+  int count = 0;
+  int offset = 0;  // among them
+
+  __device__ __forceinline__ ItemWalk(const MoeLayerParams& params)
+      : rank(params.peers.rank),
+        num_ranks(params.peers.num_ranks),
+        slices(layout::NumPartialSlices(params.hidden)) {}
+
+  __device__ __forceinline__ bool is_own() const { return distance == num_ranks; }
+  __device__ __forceinline__ bool is_item() const {
+    return !is_own() || block < num_column_blocks(slices);
+  }
+  // The last block may have fewer slices than the share counts: those are no item.
+  __device__ __forceinline__ int slice() const {
+    return block * kBlockSlices + (first + offset) % kBlockSlices;
+  }
+  __device__ __forceinline__ int token() const { return (first + offset) / kBlockSlices; }
+
+  // At item `at` of the peers' in `begin`, or behind them.
+  __device__ __forceinline__ void start(int begin, int begin_distance, int at, int end,
+                                        bool then_own) {
+    peers_end = end;
+    goes_on = then_own;
+    block = begin;
+    distance = begin_distance;
+    offset = 0;
+    if (begin >= end) leave_peers();
+    find_share();
+    advance(at);
+  }
+  __device__ __forceinline__ void advance(int items) {
+    offset += items;
+#pragma unroll 1
+    while (offset >= count && is_item()) {
+      offset -= count;
+      next_share();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void leave_peers() {
+    distance = num_ranks;
+    block = goes_on ? 0 : num_column_blocks(slices);
+  }
+  __device__ __forceinline__ void next_share() {
+    if (is_own()) {
+      ++block;
+    } else if (++distance == num_ranks) {
+      distance = 1;
+      if (++block >= peers_end) leave_peers();
+    }
+    find_share();
+  }
+  __device__ __forceinline__ void find_share() {
+    home = rank + distance < num_ranks ? rank + distance : rank + distance - num_ranks;
+    const Block share = share_of(shared_state().sources.num_tokens[home] * kBlockSlices);
+    first = share.first;
+    count = share.count;
+  }
+};
+
+// Whether the announcing warps return partial rows of the blocks before the last while FC2 runs: if
+// nearly every CTA has some. Else they are not worth what looking for them costs.
+__device__ __forceinline__ bool returns_early(const MoeLayerParams& params) {
+  if (params.stall == kStallPartials) return false;
+  if (num_column_blocks(layout::NumPartialSlices(params.hidden)) < 2) return false;
   bool any = false;
 #pragma unroll 1
   for (int rank = 0; rank < params.peers.num_ranks; ++rank) {
-    any |= has_many_tokens(shared_state().sources.num_tokens[rank]);
+    any |= rank != params.peers.rank && shared_state().sources.num_tokens[rank] * kBlockSlices >
+                                            static_cast<int>(gridDim.x) / 2;
   }
   return any;
 }

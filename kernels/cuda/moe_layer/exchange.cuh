@@ -69,21 +69,6 @@ __device__ __forceinline__ uint16_t* token_rows(const MoeLayerParams& params, in
          first_token(params, from) * params.hidden;
 }
 
-// [T][slices]
-__device__ __forceinline__ uint32_t* partial_flags(const MoeLayerParams& params, int from, int to) {
-  return peer_region<uint32_t>(
-      params, params.workspace.partial_flags,
-      int64_t{params.workspace.max_tokens} * layout::NumPartialSlices(params.hidden), 0, from, to);
-}
-// [T][H] F32, or BF16 in the first half of the place.
-__device__ __forceinline__ int64_t partial_elements(const MoeLayerParams& params) {
-  return int64_t{params.workspace.max_tokens} * params.hidden;
-}
-__device__ __forceinline__ float* partials(const MoeLayerParams& params, int from, int to) {
-  return peer_region<float>(params, params.workspace.partials, partial_elements(params), 0, from,
-                            to);
-}
-
 // Global slot of a route: which replica is a function of the expert and the row's index in its
 // request only. `expert` >= 0.
 __device__ __forceinline__ int placed_slot(const MoeLayerParams& params, int expert, int row) {

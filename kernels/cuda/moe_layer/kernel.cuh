@@ -32,10 +32,6 @@ __device__ __forceinline__ void init_barriers(bool one_ring) {
     ptx::mbarrier_init(ptx::shared_address(&state->tile_empty[i]), kTokenWarps + 1);
     ptx::mbarrier_init(ptx::shared_address(&state->tile_done[i]), kExpertWarps);
   }
-  for (int i = 0; i < kRoundSlots; ++i) {
-    ptx::mbarrier_init(ptx::shared_address(&state->round_stored[i]), kExpertWarps);
-    ptx::mbarrier_init(ptx::shared_address(&state->round_flagged[i]), 1);
-  }
   ptx::mbarrier_init(ptx::shared_address(&state->tokens_asked), 1);
   ptx::mbarrier_init(ptx::shared_address(&state->unwatched), kExpertWarps);
   state->gave_up = kNoFault;

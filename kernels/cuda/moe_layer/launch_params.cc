@@ -39,7 +39,7 @@ MoeLayerParams CompleteParams(MoeLayerParams params, layout::WeightFormat format
   params.list_offset = params.tables_offset + 2 * (params.num_slots + 1) * sizeof(uint32_t);
   params.near_routes = std::min(config.near_routes, params.own_sort_routes);
   params.schedule = ScheduleShape(params.num_slots, params.intermediate / 32, params.hidden / 64,
-                                  config.num_ctas);
+                                  config.num_ctas, params.peers.num_ranks > 1);
   params.by_top_k = Divisor(static_cast<uint32_t>(params.top_k));
   params.by_slots_per_rank = Divisor(static_cast<uint32_t>(params.slots_per_rank));
   params.by_token_tile = Divisor(static_cast<uint32_t>(config.token_tile));

@@ -3,13 +3,13 @@
 #include "kernels/cuda/moe_layer/partial_row.cuh"
 #include "kernels/cuda/ptx/memory.cuh"
 
-// How partial rows cross to ranks that have few tokens: a lane's 8 columns of a slice as records of
-// 16 bytes, each stored and loaded by one access that does not tear, the step in its last word. So
-// a record tells by itself that it has come: no barrier, no fence and no flag, and no order between
-// the stores. Record k of all lanes is one piece of 512 bytes.
+// How partial rows cross: a lane's 8 columns of a slice as records of 16 bytes, each stored and
+// loaded by one access that does not tear, the step in its last word. So a record tells by itself
+// that it has come: no barrier, no fence and no flag, and no order between the stores. Record k of
+// all lanes is one piece of 512 bytes.
 //   F32   {c0 c1 c2 step} {c3 c4 c5 step} {c6 c7 0 step}
 //   BF16  {c01 c23 c45 step} {c67 0 0 step}
-// One buffer is enough, as for partial rows: a peer sends those of step s when it knows this rank's
+// One buffer is enough: a peer sends those of step s when it knows this rank's
 // routes of step s, and those come from a kernel that started when s - 1, and all its loads, had
 // ended.
 namespace expertd::cuda::moe_layer {
@@ -22,10 +22,10 @@ struct PartialRecords {
     uint4 record[layout::kRecordsOfLane];
   };
 
-  // In registers, see role_combine_few.cuh. This lane's first record in rank 0's mapping:
+  // In registers, see role_combine_ranks.cuh. This lane's first record in rank 0's mapping:
   char* mapping;
   int64_t stride;  // from one rank's mapping to the next
-  int32_t block;   // bytes of a peer's records
+  int64_t block;   // bytes of a peer's records
   int32_t rank;
   uint32_t step;
   bool as_bf16;
@@ -34,15 +34,15 @@ struct PartialRecords {
       : mapping(params.peers.at<char>(0, params.workspace.partial_records) +
                 lane * layout::kRecordBytes),
         stride(params.peers.stride),
-        block(layout::RecordBytesOfPeer(params.workspace.few_tokens, params.hidden)),
+        block(layout::RecordBytesOfPeer(params.workspace.max_tokens, params.hidden)),
         rank(params.peers.rank),
         step(params.step),
         as_bf16(params.partials_bf16 != 0) {}
 
   __device__ __forceinline__ uint4* records_of(int from, int to, int item) const {
     return reinterpret_cast<uint4*>(mapping + to * stride +
-                                    int64_t{layout::PeerIndex(from, to)} * block +
-                                    item * (layout::kSliceRecords * layout::kRecordBytes));
+                                    layout::PeerIndex(from, to) * block +
+                                    int64_t{item} * (layout::kSliceRecords * layout::kRecordBytes));
   }
 
   __device__ __forceinline__ void store(int home, const Slice& slice, int item,

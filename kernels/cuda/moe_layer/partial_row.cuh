@@ -168,27 +168,6 @@ struct PartialRow {
       }
     }
   }
-
-  // Where this lane's part of a token's partial row goes. A slice crosses as BF16 in the order of
-  // its columns, or as F32 in two halves: the first four columns of every lane, then the others.
-  // Each store of a warp is one piece that way.
-  __device__ __forceinline__ char* destination(int home, int token) const {
-    const int64_t element = int64_t{token} * hidden;
-    char* row = reinterpret_cast<char*>(partials(params, params.peers.rank, home));
-    return row + element * (as_bf16 ? 2 : 4) + lane * 16;
-  }
-  __device__ __forceinline__ void store_partial(char* to, int slice, const Columns& sum) const {
-    const int begin = slice * layout::kPartialColumns;
-    const int width = min(layout::kPartialColumns, hidden - begin);
-    if (lane * 8 >= width) return;
-    if (as_bf16) {
-      *reinterpret_cast<uint4*>(to + begin * 2) = pack(sum);
-    } else {
-      to += begin * 4;
-      *reinterpret_cast<float4*>(to) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-      *reinterpret_cast<float4*>(to + width * 2) = make_float4(sum[4], sum[5], sum[6], sum[7]);
-    }
-  }
 };
 
 }  // namespace expertd::cuda::moe_layer

@@ -1,6 +1,5 @@
 #pragma once
 
-#include "kernels/cuda/moe_layer/return_rounds.cuh"
 #include "kernels/cuda/moe_layer/role_return.cuh"
 #include "kernels/cuda/moe_layer/token_sender.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
@@ -10,7 +9,7 @@
 // stored theirs, one fence for all of them (it covers what this warp has observed) and a flag for
 // each 64-row tile. The multiplying warps never wait for their own stores. While a tile is being
 // computed the warp talks to the peers, if this step leaves that to it: first it sends tokens, then
-// it returns partial rows. At last it flags those that the combining warps return.
+// it returns partial rows.
 namespace expertd::cuda::moe_layer {
 
 struct AnnounceRole {
@@ -75,20 +74,21 @@ struct AnnounceRole {
     }
   }
 
-  // Until the list ends; a row that was begun is left to the combining warps.
+  // Until the list ends; what is left then is the combining warps'.
   __device__ __forceinline__ void return_partials() {
     PartialSender partials(params, lane);
     while (!list_ended) {
       if (try_go_on()) continue;
-      if (partials.active && !waiter.gave_up()) {
+      if (!partials.is_done() && !waiter.gave_up()) {
         partials.step();
       } else {
         waiter.wait(next_barrier(), slot.phase);
         go_on();
       }
     }
+    partials.leave();
     __syncwarp();
-    ptx::barrier_sync<kCombineBarrier>(kCombiningThreads);
+    ptx::barrier_sync<kReturnedBarrier>(kReturningThreads);
   }
 
   __device__ __forceinline__ void run_alone() {
@@ -106,7 +106,6 @@ static __device__ __noinline__ void announce_tiles_of_ranks(const MoeLayerParams
   AnnounceRole role(params, lane);
   role.send_tokens();
   role.return_partials();
-  ReturnRounds(params, params, 0, lane).flag_rounds();
 }
 static __device__ __noinline__ void announce_tiles(const MoeLayerParams& params, int lane) {
   if (params.peers.num_ranks > 1) return announce_tiles_of_ranks(params, lane);

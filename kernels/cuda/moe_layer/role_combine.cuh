@@ -1,16 +1,14 @@
 #pragma once
 
 #include "kernels/cuda/moe_layer/combine_warp.cuh"
-#include "kernels/cuda/moe_layer/role_combine_few.cuh"
-#include "kernels/cuda/moe_layer/role_combine_many.cuh"
+#include "kernels/cuda/moe_layer/role_combine_ranks.cuh"
 
 // The end of a step, by the warps that multiplied, after the tile list. First the tokens of peers
 // that have not been returned: what this rank's experts add to them, one partial row a token, is
 // stored to the rank that owns the token. Then this rank's own tokens: the ranks' partial rows,
 // this one's included, are added in rank order. A partial is the sum of a rank's routes in their
 // order in f32. The split over warps does not change what is added to what, so the bits are fixed.
-// Here: one rank, and which way to go. role_combine_many.cuh: the tokens of ranks that have many,
-// whose partial rows are flagged; role_combine_few.cuh: those of ranks that have few.
+// Here: one rank. role_combine_ranks.cuh: several.
 namespace expertd::cuda::moe_layer {
 
 // One rank: there is one partial, and it does not cross.
@@ -42,7 +40,7 @@ struct CombineAloneRole : CombineWarp {
 #pragma unroll 1
         for (int tile = first; tile < last; ++tile) {
           const uint4 quad = ptx::ld_relaxed_gpu_v4(flags + tile * stride + 4 * slice);
-          look_at(quad, row_tiles - 4 * slice, step, found);  // the row's end is padded
+          look_at_flags(quad, row_tiles - 4 * slice, step, found);  // the row's end is padded
         }
       }
       return found;
@@ -86,22 +84,11 @@ struct CombineAloneRole : CombineWarp {
 };
 
 // Not inlined: what they keep would cost the multiplying loop registers, and one rank does not run
-// the code of several, nor ranks that have few tokens that of many.
-static __device__ __noinline__ void combine_many(const MoeLayerParams& params, int warp, int lane) {
-  const CombineManyRole role(params, params, warp, lane);
-  role.wait_for_outputs();
-  role.combine_in_rounds();
-}
-static __device__ __noinline__ void combine_few(const MoeLayerParams& params,
-                                                bool outputs_are_there, int warp, int lane) {
-  const MoeLayerParams near = params;
-  CombineFewRole(params, near, warp, lane).run(outputs_are_there);
-}
+// the code of several.
 static __device__ __noinline__ void combine_ranks(const MoeLayerParams& params, int warp,
                                                   int lane) {
-  const bool many = any_has_many_tokens(params);
-  if (many) combine_many(params, warp, lane);
-  combine_few(params, many, warp, lane);
+  const MoeLayerParams near = params;
+  CombineRanksRole(params, near, warp, lane).run();
 }
 // `order`: of this CTA among those that found the list of tiles ended.
 static __device__ __noinline__ void combine_outputs(const MoeLayerParams& params, uint32_t order,

@@ -8,8 +8,9 @@
 // The list of tiles of a step, the same on every CTA and on the host. A tile is a block of weight
 // rows (1..4 tiles of 64 rows) times a block of one slot's tokens. The list holds all FC1 tiles,
 // then all FC2 tiles; inside, by slot, then weight rows, then token tile, so that neighbours in the
-// list share weights. CTAs claim tiles in list order, and an FC2 tile waits for FC1 tiles only:
-// always lower ones.
+// list share weights. Where partial rows go to other ranks FC2 goes by column block first: when all
+// slots have done one, those columns of all tokens can go, while the next are computed. CTAs claim
+// tiles in list order, and an FC2 tile waits for FC1 tiles only: always lower ones.
 namespace expertd::cuda::moe_layer {
 
 // How the routes of one slot are cut into token tiles of at most `cap` rows (a multiple of 8).
@@ -50,16 +51,21 @@ struct Tile {
   int tile_in_slot = 0;    // its index among the slot's token tiles
 };
 
-// A run of slots whose tiles have one height.
+// Columns of y that FC2 computes of all slots before it goes on, in tiles of 64: 1024 columns.
+inline constexpr int kColumnBlockTiles = 16;
+
+// A run of slots whose tiles have one height, once or for several blocks of rows.
 struct Section {
   uint32_t begin = 0;  // index of its first tile in the list
   Phase phase = Phase::kFc1;
   int first_slot = 0;
-  int height = 0;     // 64-row tiles a tile takes; the last of a slot may be lower
-  int row_tiles = 0;  // tiles over the rows
+  int first_row_tile = 0;    // of the first block, in tiles of 64 weight rows
+  int height = 0;            // 64-row tiles a tile takes; the last of a slot may be lower
+  int row_tiles = 0;         // tiles over the rows of a block
+  uint32_t block_tiles = 0;  // tiles of a block, if there are several; else 0
 };
 
-inline constexpr int kMaxSections = 4;
+inline constexpr int kMaxSections = 6;
 
 struct Schedule {
   Section sections[kMaxSections];
@@ -110,12 +116,18 @@ struct SectionWriter {
   int num_sections = 0;
   uint32_t num_tiles = 0;
 
-  EXPERTD_HD void Add(Phase phase, uint32_t token_tiles, int first_slot, int height,
-                      int row_tiles) {
-    if (token_tiles == 0) return;
-    if (writes) out->sections[num_sections] = {num_tiles, phase, first_slot, height, row_tiles};
+  // `rows` rows from `first_row` on, in tiles of 64, `blocks` times.
+  EXPERTD_HD void Add(Phase phase, uint32_t token_tiles, int first_slot, int height, int first_row,
+                      int rows, int blocks = 1) {
+    const int row_tiles = (rows + height - 1) / height;
+    const uint32_t tiles = token_tiles * static_cast<uint32_t>(row_tiles);
+    if (tiles == 0 || blocks == 0) return;
+    if (writes) {
+      out->sections[num_sections] = {num_tiles, phase,     first_slot,             first_row,
+                                     height,    row_tiles, blocks > 1 ? tiles : 0u};
+    }
     ++num_sections;
-    num_tiles += token_tiles * static_cast<uint32_t>(row_tiles);
+    num_tiles += tiles * static_cast<uint32_t>(blocks);
   }
 };
 
@@ -131,10 +143,12 @@ struct ScheduleShape {
   uint32_t ctas = 0;           // tiles of a wave
   uint32_t wave_tokens = 0;    // token tiles of one whole wave of FC1
   uint32_t two_wave_tokens = 0;
+  int last_block_row = 0;    // where FC2's last column block begins; 0: it is the only one
   uint32_t last_tokens = 0;  // token tiles at the end of FC2 that have 128 rows
 
   ScheduleShape() = default;
-  ScheduleShape(int slots, int fc1_rows, int fc2_rows, int num_ctas)
+  // `by_columns`: FC2 in column blocks.
+  ScheduleShape(int slots, int fc1_rows, int fc2_rows, int num_ctas, bool by_columns)
       : num_slots(slots),
         fc1_row_tiles(fc1_rows),
         fc2_row_tiles(fc2_rows),
@@ -143,8 +157,10 @@ struct ScheduleShape {
         ctas(static_cast<uint32_t>(num_ctas)),
         wave_tokens(ctas / fc1_tiles),
         two_wave_tokens(2 * ctas / fc1_tiles),
-        last_tokens(
-            std::max(1u, (2 * ctas + 3 * low_tiles(fc2_rows)) / (6 * low_tiles(fc2_rows)))) {}
+        last_block_row(by_columns ? (fc2_rows - 1) / kColumnBlockTiles * kColumnBlockTiles : 0) {
+    const uint32_t tiles = low_tiles(fc2_rows - last_block_row);
+    last_tokens = std::max(1u, (2 * ctas + 3 * tiles) / (6 * tiles));
+  }
   // Tiles of 128 rows that a token tile has.
   static constexpr uint32_t low_tiles(int rows) { return static_cast<uint32_t>((rows + 1) / 2); }
 };
@@ -152,7 +168,9 @@ struct ScheduleShape {
 // tile_begin [num_slots + 1]: token tiles before each slot. Tiles of 256 rows stream best. 128 rows
 // balance better: where FC1 has few tiles for the CTAs, those behind the last whole wave of 256
 // rows, and the last slots of FC2 (the end of the list), about a third of a wave. (A CTA takes 0.62
-// of the time of 256 rows for 128.) find_last(value): the last slot s with tile_begin[s] <= value.
+// of the time of 256 rows for 128.) Column blocks that make less than two waves begin together:
+// else the first wave of FC2 would wait for slots of the last one of FC1. find_last(value): the
+// last slot s with tile_begin[s] <= value.
 template <typename FindLast>
 EXPERTD_HD void WriteSchedule(const ScheduleShape& shape, const uint32_t* tile_begin,
                               FindLast find_last, bool writes, Schedule* out) {
@@ -166,12 +184,23 @@ EXPERTD_HD void WriteSchedule(const ScheduleShape& shape, const uint32_t* tile_b
                                                : shape.two_wave_tokens);
   }
   uint32_t before = tile_begin[split];
-  writer.Add(Phase::kFc1, before, 0, 4, (shape.fc1_row_tiles + 3) / 4);
-  writer.Add(Phase::kFc1, token_tiles - before, split, 2, (shape.fc1_row_tiles + 1) / 2);
+  writer.Add(Phase::kFc1, before, 0, 4, 0, shape.fc1_row_tiles);
+  writer.Add(Phase::kFc1, token_tiles - before, split, 2, 0, shape.fc1_row_tiles);
+  if (shape.last_block_row > 0 && token_tiles > 0) {
+    const int blocks = shape.last_block_row / kColumnBlockTiles;
+    const uint32_t two_waves =
+        (2 * shape.ctas + kColumnBlockTiles / 4 - 1) / (kColumnBlockTiles / 4);
+    const int needed = static_cast<int>((two_waves + token_tiles - 1) / token_tiles);
+    const int together = needed < blocks ? needed : blocks;
+    const int rows = together * kColumnBlockTiles;
+    writer.Add(Phase::kFc2, token_tiles, 0, 4, 0, rows);
+    writer.Add(Phase::kFc2, token_tiles, 0, 4, rows, kColumnBlockTiles, blocks - together);
+  }
+  const int last_rows = shape.fc2_row_tiles - shape.last_block_row;
   split = token_tiles > shape.last_tokens ? find_last(token_tiles - shape.last_tokens) : 0;
   before = tile_begin[split];
-  writer.Add(Phase::kFc2, before, 0, 4, (shape.fc2_row_tiles + 3) / 4);
-  writer.Add(Phase::kFc2, token_tiles - before, split, 2, (shape.fc2_row_tiles + 1) / 2);
+  writer.Add(Phase::kFc2, before, 0, 4, shape.last_block_row, last_rows);
+  writer.Add(Phase::kFc2, token_tiles - before, split, 2, shape.last_block_row, last_rows);
   if (!writes) return;
   out->num_sections = writer.num_sections;
   out->num_tiles = writer.num_tiles;
@@ -181,10 +210,10 @@ EXPERTD_HD void WriteSchedule(const ScheduleShape& shape, const uint32_t* tile_b
 }
 
 inline Schedule MakeSchedule(const uint32_t* tile_begin, int num_slots, int fc1_row_tiles,
-                             int fc2_row_tiles, int num_ctas) {
+                             int fc2_row_tiles, int num_ctas, bool by_columns) {
   Schedule schedule;
   WriteSchedule(
-      ScheduleShape(num_slots, fc1_row_tiles, fc2_row_tiles, num_ctas), tile_begin,
+      ScheduleShape(num_slots, fc1_row_tiles, fc2_row_tiles, num_ctas, by_columns), tile_begin,
       [&](uint32_t value) { return internal::FindLast(tile_begin, 0, num_slots + 1, value); }, true,
       &schedule);
   return schedule;
@@ -196,7 +225,13 @@ EXPERTD_HD Tile TileAt(const Schedule& schedule, const uint32_t* tile_begin, uin
   while (s + 1 < schedule.num_sections && schedule.sections[s + 1].begin <= index) ++s;
   const Section& section = schedule.sections[s];
   const uint32_t row_tiles = static_cast<uint32_t>(section.row_tiles);
-  const uint32_t relative = index - section.begin;
+  uint32_t relative = index - section.begin;
+  int first_row_tile = section.first_row_tile;
+  if (section.block_tiles != 0) {
+    const uint32_t block = relative / section.block_tiles;
+    relative -= block * section.block_tiles;
+    first_row_tile += static_cast<int>(block) * kColumnBlockTiles;
+  }
   const uint32_t position = tile_begin[section.first_slot] + relative / row_tiles;
   Tile tile;
   tile.phase = section.phase;
@@ -207,7 +242,7 @@ EXPERTD_HD Tile TileAt(const Schedule& schedule, const uint32_t* tile_begin, uin
   const int row_tile = static_cast<int>(in_slot / count);
   tile.tile_in_slot = static_cast<int>(in_slot - static_cast<uint32_t>(row_tile) * count);
   tile.token_tile = static_cast<int>(tile_begin[tile.slot]) + tile.tile_in_slot;
-  tile.first_row_tile = row_tile * section.height;
+  tile.first_row_tile = first_row_tile + row_tile * section.height;
   const int rows = section.phase == Phase::kFc1 ? schedule.fc1_row_tiles : schedule.fc2_row_tiles;
   const int left = rows - tile.first_row_tile;
   tile.num_row_tiles = left < section.height ? left : section.height;

@@ -45,6 +45,13 @@ struct SendWindow {
   uint32_t owners[kSendWindow];  // a bit a rank
 };
 
+// Where the announcing warp came to when it returned partial rows: see ItemWalk in cta_share.cuh.
+struct ReturnedItems {
+  int block;
+  int distance;
+  int offset;
+};
+
 struct SharedState {
   uint64_t full[kMaxStages];        // weights loaded, 1 arrival and the bytes; one ring: tokens too
   uint64_t empty[kMaxStages];       // weights in registers: kExpertWarps arrivals
@@ -53,18 +60,14 @@ struct SharedState {
   uint64_t tile_full[kTileSlots];      // tile posted: 1 arrival
   uint64_t tile_done[kTileSlots];      // results stored: kExpertWarps arrivals
   uint64_t tile_empty[kTileSlots];     // slot free: kTokenWarps arrivals + 1 of the announcing warp
-  uint64_t round_stored[kRoundSlots];  // combine: partial rows stored: kExpertWarps arrivals
-  uint64_t round_flagged[kRoundSlots];  // and flagged: 1 arrival of the announcing warp
   uint64_t tokens_asked;  // the first tile's first tokens have been asked for: 1 arrival
   uint64_t unwatched;     // who has nothing to release arrives here; nobody waits
   uint32_t gave_up;       // FaultCode of the CTA's first failed wait
   Sources sources;
   int64_t list_begin;  // of the step's list of routes, among layout::ListEntries
   Schedule schedule;
-  union {  // rows are sent before partial rows are returned
-    SendWindow send;
-    uint16_t return_keys[kMaxReturnKeys];  // see role_return.cuh
-  };
+  SendWindow send;
+  ReturnedItems returned;
   TileSlot tiles[kTileSlots];
 };
 static_assert(sizeof(SharedState) <= kStateBytes, "the ring starts behind the state");
@@ -101,12 +104,6 @@ __device__ __forceinline__ uint32_t tile_done_barrier(int slot) {
 }
 __device__ __forceinline__ uint32_t tile_empty_barrier(int slot) {
   return ptx::shared_address(shared_state().tile_empty) + slot * 8;
-}
-__device__ __forceinline__ uint32_t round_stored_barrier(int slot) {
-  return ptx::shared_address(shared_state().round_stored) + slot * 8;
-}
-__device__ __forceinline__ uint32_t round_flagged_barrier(int slot) {
-  return ptx::shared_address(shared_state().round_flagged) + slot * 8;
 }
 
 // Ring memory, as shared addresses. Weights: [unit of K][64-row tile] packed units. Tokens: [64 of

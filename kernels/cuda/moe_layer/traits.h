@@ -27,9 +27,12 @@ static_assert(kExpertRegisters * kExpertWarps + kProducerRegisters * (kWarps - k
               "the increase waits for ever if it asks for more than the decrease gives");
 
 // Named barriers of the hardware (0 is __syncthreads).
-// Warps that combine and the announcing one: the outputs are there, and what was returned early.
+// Warps that combine: the outputs are there.
 inline constexpr int kCombineBarrier = 1;
-inline constexpr int kCombiningThreads = (kExpertWarps + 1) * 32;
+inline constexpr int kCombiningThreads = kExpertWarps * 32;
+// They and the announcing one: what that one has returned.
+inline constexpr int kReturnedBarrier = 4;
+inline constexpr int kReturningThreads = kCombiningThreads + 32;
 // Warps that send the CTA's first rows while the others wait for the peers' routes: the order in
 // which the rows go out is known.
 inline constexpr int kSendBarrier = 2;
@@ -50,11 +53,9 @@ constexpr int VariantFor(int token_tile) {
   while (variant + 1 < kNumVariants && kVariantTokens[variant] < token_tile) ++variant;
   return variant;
 }
-inline constexpr int kRoundSlots = 3;       // most rounds of combine that are stored, not flagged
-inline constexpr int kTileSlots = 3;        // tiles between the claiming warp and the last consumer
-inline constexpr int kStateBytes = 3072;    // barriers and tiles at the head of shared memory
-inline constexpr int kSendWindow = 128;     // tokens of a CTA that are sent in one order
-inline constexpr int kMaxReturnKeys = 480;  // tokens of peers that a CTA may return before combine
+inline constexpr int kTileSlots = 3;      // tiles between the claiming warp and the last consumer
+inline constexpr int kStateBytes = 3072;  // barriers and tiles at the head of shared memory
+inline constexpr int kSendWindow = 128;   // tokens of a CTA that are sent in one order
 inline constexpr int kMaxSlots =
     1024;  // expert slots of a rank: two tables of them lie in shared memory
 

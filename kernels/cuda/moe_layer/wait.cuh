@@ -70,6 +70,15 @@ __device__ __forceinline__ bool should_give_up(const MoeLayerParams& params, con
   return true;
 }
 
+// Of four flags the first `there`: one that is not the step yet goes to `found`.
+__device__ __forceinline__ void look_at_flags(const uint4& flags, int there, uint32_t step,
+                                              uint32_t& found) {
+  if (flags.x != step) found = flags.x;
+  if (there > 1 && flags.y != step) found = flags.y;
+  if (there > 2 && flags.z != step) found = flags.z;
+  if (there > 3 && flags.w != step) found = flags.w;
+}
+
 struct Waiter {
   static constexpr uint32_t kRounds = 64;  // polls between two looks at the clock
   static constexpr uint64_t kAskHostNs = 1 << 20;

@@ -157,15 +157,14 @@ void RankGroup::PoisonData(int rank, cudaStream_t stream) {
   constexpr size_t kRecord = 16, kWithoutStep = 12;
   const layout::WorkspaceOffsets offsets = layout::PlanWorkspace(shape_);
   const auto at = [&](int64_t offset) { return site_->peers(rank).at<char>(rank, offset); };
-  const std::pair<int64_t, int64_t> regions[] = {{offsets.tokens, offsets.partial_flags},
-                                                 {offsets.partials, offsets.routes},
+  const std::pair<int64_t, int64_t> regions[] = {{offsets.tokens, offsets.partial_records},
                                                  {offsets.h, offsets.bytes}};
   for (const auto& [begin, end] : regions) {
     EXPECT_EQ(cudaMemsetAsync(at(begin), 0xff, static_cast<size_t>(end - begin), stream),
               cudaSuccess);
   }
   const std::pair<int64_t, int64_t> records[] = {{offsets.route_records, offsets.token_flags},
-                                                 {offsets.partial_records, offsets.partials}};
+                                                 {offsets.partial_records, offsets.routes}};
   for (const auto& [begin, end] : records) {
     EXPECT_EQ(cudaMemset2DAsync(at(begin), kRecord, 0xff, kWithoutStep,
                                 static_cast<size_t>(end - begin) / kRecord, stream),

@@ -32,13 +32,13 @@ std::vector<uint32_t> TileBegin(const std::vector<int>& routes, int cap) {
 
 // Every (slot, token tile, 64-row tile) of both phases comes exactly once, and what an FC2 tile
 // waits for comes before it.
-void ExpectCompleteAndOrdered(const std::vector<int>& routes, const Shape& shape) {
+void ExpectCompleteAndOrdered(const std::vector<int>& routes, const Shape& shape, bool by_columns) {
   const int num_slots = static_cast<int>(routes.size());
   const auto tile_begin = TileBegin(routes, shape.cap);
   const int fc1_rows = shape.intermediate / 32;
   const int fc2_rows = shape.hidden / 64;
   const Schedule schedule =
-      MakeSchedule(tile_begin.data(), num_slots, fc1_rows, fc2_rows, shape.num_ctas);
+      MakeSchedule(tile_begin.data(), num_slots, fc1_rows, fc2_rows, shape.num_ctas, by_columns);
   std::map<std::tuple<int, int, int>, uint32_t> seen;  // (phase, token tile, row tile) -> index
   std::vector<int> fc1_written(tile_begin.back(), 0);
   for (uint32_t index = 0; index < schedule.num_tiles; ++index) {
@@ -63,6 +63,9 @@ void ExpectCompleteAndOrdered(const std::vector<int>& routes, const Shape& shape
     }
   }
   EXPECT_EQ(seen.size(), static_cast<size_t>(tile_begin.back()) * (fc1_rows + fc2_rows));
+}
+void ExpectCompleteAndOrdered(const std::vector<int>& routes, const Shape& shape) {
+  for (const bool by_columns : {false, true}) ExpectCompleteAndOrdered(routes, shape, by_columns);
 }
 
 const Shape kShapes[] = {{3072, 7168, 16, 132}, {2048, 7168, 80, 132}, {2880, 2880, 24, 132},
@@ -101,12 +104,52 @@ TEST(Scheduler, EverythingToTheFirstOrTheLastOfManySlotsIsCoveredOnce) {
   }
 }
 
+// By columns a token tile has fewer low tiles at the end, so that more of them have low ones: about
+// a third of a wave either way.
 TEST(Scheduler, TheEndOfTheListHasLowTilesSoThatCtasFinishTogether) {
   const std::vector<int> routes(48, 8);
   const auto tile_begin = TileBegin(routes, 16);
-  const Schedule schedule = MakeSchedule(tile_begin.data(), 48, 96, 112, 132);
-  EXPECT_EQ(TileAt(schedule, tile_begin.data(), 0).num_row_tiles, 4);
-  EXPECT_EQ(TileAt(schedule, tile_begin.data(), schedule.num_tiles - 1).num_row_tiles, 2);
+  for (const auto& [by_columns, low_tiles] : {std::pair(false, 56), std::pair(true, 48)}) {
+    const Schedule schedule = MakeSchedule(tile_begin.data(), 48, 96, 112, 132, by_columns);
+    EXPECT_EQ(TileAt(schedule, tile_begin.data(), 0).num_row_tiles, 4);
+    const uint32_t first_low = schedule.num_tiles - low_tiles;
+    EXPECT_EQ(TileAt(schedule, tile_begin.data(), first_low - 1).num_row_tiles, 4);
+    for (uint32_t i = first_low; i < schedule.num_tiles; ++i) {
+      EXPECT_EQ(TileAt(schedule, tile_begin.data(), i).num_row_tiles, 2) << i;
+    }
+  }
+}
+
+// By column block: how many tiles of FC2 there are up to its last. Slots have 8 routes each.
+std::vector<int> TilesUntilBlocksEnd(int token_tiles, int hidden) {
+  const auto tile_begin = TileBegin(std::vector<int>(token_tiles, 8), 8);
+  const Schedule schedule =
+      MakeSchedule(tile_begin.data(), token_tiles, 96, hidden / 64, 132, true);
+  std::vector<int> ends((hidden / 64 + kColumnBlockTiles - 1) / kColumnBlockTiles, 0);
+  int fc2_tiles = 0;
+  for (uint32_t index = 0; index < schedule.num_tiles; ++index) {
+    const Tile tile = TileAt(schedule, tile_begin.data(), index);
+    if (tile.phase == Phase::kFc2) ends[tile.first_row_tile / kColumnBlockTiles] = ++fc2_tiles;
+  }
+  return ends;
+}
+
+TEST(Scheduler, ColumnBlocksEndOneAfterTheOther) {
+  EXPECT_EQ(TilesUntilBlocksEnd(100, 4096), (std::vector<int>{400, 800, 1200, 1600 + 48 - 24}));
+}
+
+TEST(Scheduler, ColumnBlocksOfLessThanTwoWavesBeginTogether) {
+  // 48 x 4 tiles are 1.5 waves of 132. Of blocks 0 and 1 each slot has 8 tiles in a row.
+  const std::vector<int> of_48 = TilesUntilBlocksEnd(48, 4096);
+  EXPECT_EQ(of_48[0], 48 * 8 - 4);
+  EXPECT_EQ(of_48[1], 48 * 8);
+  EXPECT_EQ(of_48[2], 48 * 12);
+  // One token tile: all but the last begin together.
+  const std::vector<int> of_one = TilesUntilBlocksEnd(1, 4096);
+  EXPECT_EQ(of_one[2], 12);
+  EXPECT_EQ(of_one[3], 12 + 8);
+  // A width of up to 1024 columns is one block.
+  EXPECT_EQ(TilesUntilBlocksEnd(1, 1024), std::vector<int>{8});
 }
 
 // What a warp does on a GPU.
@@ -144,11 +187,12 @@ TEST(Scheduler, AWarpWritesTheListThatOneThreadMakes) {
       for (int& count : routes) count = static_cast<int>(random() % most);
       const auto tile_begin = TileBegin(routes, shape.cap);
       const int num_slots = static_cast<int>(routes.size());
+      const bool by_columns = round % 2 != 0;
       const Schedule expected = MakeSchedule(tile_begin.data(), num_slots, shape.intermediate / 32,
-                                             shape.hidden / 64, shape.num_ctas);
+                                             shape.hidden / 64, shape.num_ctas, by_columns);
       Schedule found;
       const ScheduleShape known(num_slots, shape.intermediate / 32, shape.hidden / 64,
-                                shape.num_ctas);
+                                shape.num_ctas, by_columns);
       for (const bool writes : {false, true}) {
         WriteSchedule(
             known, tile_begin.data(),
@@ -164,7 +208,9 @@ TEST(Scheduler, AWarpWritesTheListThatOneThreadMakes) {
         ASSERT_EQ(found.sections[s].phase, expected.sections[s].phase);
         ASSERT_EQ(found.sections[s].first_slot, expected.sections[s].first_slot);
         ASSERT_EQ(found.sections[s].height, expected.sections[s].height);
+        ASSERT_EQ(found.sections[s].first_row_tile, expected.sections[s].first_row_tile);
         ASSERT_EQ(found.sections[s].row_tiles, expected.sections[s].row_tiles);
+        ASSERT_EQ(found.sections[s].block_tiles, expected.sections[s].block_tiles);
       }
     }
   }

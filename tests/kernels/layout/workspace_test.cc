@@ -47,10 +47,8 @@ std::vector<Region> Regions(const WorkspaceShape& shape) {
           {"route_records", o.route_records, 2 * peers * (1 + pairs) * 16},
           {"token_flags", o.token_flags, 2 * row_ranks * tokens * 4},
           {"tokens", o.tokens, 2 * row_ranks * tokens * shape.hidden * 2},
-          {"partial_flags", o.partial_flags, peers * tokens * NumPartialSlices(shape.hidden) * 4},
           {"partial_records", o.partial_records,
-           peers * std::min<int64_t>(tokens, kMaxCtas) * NumPartialSlices(shape.hidden) * 3 * 512},
-          {"partials", o.partials, peers * tokens * shape.hidden * 4},
+           peers * tokens * NumPartialSlices(shape.hidden) * 3 * 512},
           {"routes", o.routes, entries * 4},
           {"route_slots", o.route_slots, entries * 2},
           {"sort_counts", o.sort_counts, int64_t{kMaxCtas} * shape.num_slots * 4},
@@ -106,8 +104,8 @@ TEST(Workspace, OnlyShortStepsHaveAListForEachCta) {
 
 TEST(Workspace, WithOneRankNothingIsKeptForPeers) {
   const WorkspaceOffsets offsets = PlanWorkspace(ProShape(1, 1024));
-  EXPECT_EQ(offsets.route_records, offsets.partials);
-  EXPECT_EQ(offsets.partials, offsets.routes);
+  EXPECT_EQ(offsets.route_records, offsets.partial_records);
+  EXPECT_EQ(offsets.partial_records, offsets.routes);
 }
 
 // On every rank the peers have blocks 0 .. R - 2, each its own.

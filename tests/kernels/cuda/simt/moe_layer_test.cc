@@ -122,6 +122,27 @@ TEST(SimtMoeLayer, LongTilesBeginWithTokensThatTheMultiplyingWarpsBring) {
   }
 }
 
+// Rows of three column blocks, the last one narrow: partial rows of the first two go back while
+// later ones are computed, where there are enough of them, and combine goes on from there.
+TEST(SimtMoeLayer, WideRowsGoHomeByColumnBlocks) {
+  for (const Recipe recipe : {Recipe::kMxfp4, Recipe::kNvfp4}) {
+    const HostLayer layer = testing::MakeRandomLayer(Spec(2240, 64, 6, recipe), 18);
+    for (const std::vector<std::vector<int32_t>>& sizes :
+         {std::vector<std::vector<int32_t>>{{9, 1}, {0, 14}, {1, 0}, {30, 21}},
+          std::vector<std::vector<int32_t>>{{5, 0, 11}, {2, 3, 1}}}) {
+      std::vector<RankLayer::Batches> steps;
+      for (const std::vector<int32_t>& tokens : sizes) {
+        steps.push_back(Batches(layer.spec, tokens, 3, Routing::kUniform, 60 + steps.size()));
+      }
+      for (const uint64_t seed : {8, 9}) {
+        SCOPED_TRACE(absl::StrCat(sizes[0].size(), " ranks, seed ", seed));
+        ExpectRightSteps(layer, PlacementOf(6, static_cast<int32_t>(sizes[0].size())),
+                         {.num_ctas = 3, .max_tokens = 30, .max_top_k = 3, .seed = seed}, steps);
+      }
+    }
+  }
+}
+
 // Each rank starts a step as soon as its own last one has ended.
 TEST(SimtMoeLayer, StepsOfDifferentSizesFollowEachOtherWithoutMeeting) {
   const HostLayer layer = testing::MakeRandomLayer(Spec(128, 64, 6, Recipe::kMxfp4), 2);

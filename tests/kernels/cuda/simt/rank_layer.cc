@@ -105,8 +105,8 @@ RankLayer::RankLayer(const testing::HostLayer& layer, const Placement& placement
   for (int rank = 0; rank < num_ranks; ++rank) {
     char* const window = windows_ + rank * offsets_.bytes;
     std::memset(window, 0, offsets_.bytes);
-    std::memset(window + offsets_.tokens, 0xff, offsets_.partial_flags - offsets_.tokens);
-    std::memset(window + offsets_.partials, 0xff, offsets_.fc1_done - offsets_.partials);
+    std::memset(window + offsets_.tokens, 0xff, offsets_.partial_records - offsets_.tokens);
+    std::memset(window + offsets_.routes, 0xff, offsets_.fc1_done - offsets_.routes);
     std::memset(window + offsets_.h, 0xff, offsets_.bytes - offsets_.h);
     PoisonRecords(window);
   }
@@ -114,7 +114,7 @@ RankLayer::RankLayer(const testing::HostLayer& layer, const Placement& placement
 
 // All but the step.
 void RankLayer::PoisonRecords(char* window) {
-  for (int64_t at = offsets_.partial_records; at < offsets_.partials; at += layout::kRecordBytes) {
+  for (int64_t at = offsets_.partial_records; at < offsets_.routes; at += layout::kRecordBytes) {
     std::memset(window + at, 0xff, layout::kRecordBytes - sizeof(uint32_t));
   }
 }

@@ -1,15 +1,16 @@
 #pragma once
 
 #include "kernels/cuda/moe_layer/combine_warp.cuh"
+#include "kernels/cuda/moe_layer/cta_share.cuh"
 #include "kernels/cuda/moe_layer/partial_records.cuh"
 
-// The end of a step for the ranks that have few tokens in it (not has_many_tokens): a warp's items
-// of the peers first, which go out as records, then this rank's own. Made for latency: one loop,
-// since code is fetched when it is needed; no parameter is loaded behind the wait for the outputs,
-// whose fence empties L1 (the caller has copied them); and nobody meets anybody.
+// The end of a step of several ranks: a warp's items of the peers first, which go out as records,
+// then this rank's own. Made for latency: one loop, since code is fetched when it is needed; no
+// parameter is loaded behind the wait for the outputs, whose fence empties L1 (the caller has
+// copied them); and nobody meets anybody but the announcing warp, who may have returned a part.
 namespace expertd::cuda::moe_layer {
 
-struct CombineFewRole {
+struct CombineRanksRole {
   static constexpr int kRowsAtOnce = 4;
   using Columns = PartialRow::Columns;
   using Slice = PartialRow::Slice;
@@ -19,53 +20,20 @@ struct CombineFewRole {
   CombineWarp common;
   PartialRecords records;
   int rank;
-  int num_ranks;
-  int slices;
+  bool early;    // what the announcing warp returns is left out at first
   bool returns;  // what peers wait for
 
-  __device__ __forceinline__ CombineFewRole(const MoeLayerParams& params,
-                                            const MoeLayerParams& near, int warp, int lane)
+  __device__ __forceinline__ CombineRanksRole(const MoeLayerParams& params,
+                                              const MoeLayerParams& near, int warp, int lane)
       : common(params, near, warp, lane),
         records(params, lane),
         rank(params.peers.rank),
-        num_ranks(params.peers.num_ranks),
-        slices(layout::NumPartialSlices(params.hidden)),
+        early(returns_early(params)),
         returns(params.stall != kStallPartials) {}
 
-  // The warp's items in order: those of the next rank's tokens, of the one after it, ..., this
-  // rank's.
-  struct Cursor {
-    int distance = 0;  // of the rank, 1 .. num_ranks; more: no item is left
-    int home = 0;
-    int token = 0;
-    int index = 0;  // of the slice
-    int left = 0;   // items of this rank's, this one included
-  };
-  __device__ __forceinline__ bool is_item(const Cursor& at) const {
-    return at.distance <= num_ranks;
-  }
-  __device__ __forceinline__ void advance(Cursor& at) const {
-    --at.left;
-    if (++at.index == slices) {
-      at.index = 0;
-      ++at.token;
-    }
-#pragma unroll 1
-    while (at.left <= 0 && ++at.distance <= num_ranks) {
-      at.home =
-          rank + at.distance < num_ranks ? rank + at.distance : rank + at.distance - num_ranks;
-      const int num_tokens = shared_state().sources.num_tokens[at.home];
-      if (has_many_tokens(num_tokens) || (at.home != rank && !returns)) continue;
-      const Block items = share_of(num_tokens * slices);
-      const CombineWarp::Run run = common.warp_run({items.first, items.first + items.count});
-      at.left = run.end - run.begin;
-      at.token = run.begin / slices;
-      at.index = run.begin - at.token * slices;
-    }
-  }
-  __device__ __forceinline__ PartialRow::RouteWords look_up(const Cursor& at) const {
-    if (!is_item(at)) return {};
-    return common.row.load_routes(at.home, at.token);
+  __device__ __forceinline__ PartialRow::RouteWords look_up(const ItemWalk& at) const {
+    if (!at.is_item()) return {};
+    return common.row.load_routes(at.home, at.token());
   }
 
   // Waits for what `owner` sent; `sent` is the first look at it.
@@ -106,12 +74,13 @@ struct CombineFewRole {
     if (slice.inside) common.store(total, slice.element + common.lane * 8);
   }
 
-  __device__ __forceinline__ void process(const Cursor& at,
+  __device__ __forceinline__ void process(const ItemWalk& at,
                                           const PartialRow::RouteWords& words) const {
+    if (at.slice() >= at.slices) return;
     const TokenRoutes routes = common.row.resolve(words);
-    const bool is_own = at.home == rank;
-    const Slice slice = common.row.slice_of(at.token, at.index);
-    const int item = at.token * slices + at.index;
+    const bool is_own = at.is_own();
+    const Slice slice = common.row.slice_of(at.token(), at.slice());
+    const int item = at.token() * at.slices + at.slice();
     Sent sent;
     if (is_own) look(routes.owners, slice, item, sent);
     Columns sum = {};
@@ -123,25 +92,48 @@ struct CombineFewRole {
     }
   }
 
+  // The CTA's items of a part of the work, a warp every kExpertWarps-th of them.
+  // First: the peers' that are not the announcing warp's.
+  __device__ __forceinline__ void start_first(ItemWalk& at) const {
+    const int blocks = num_column_blocks(at.slices);
+    at.start(early ? blocks - 1 : 0, 1, common.warp, returns ? blocks : 0, false);
+  }
+  // Second: what that warp has left, and this rank's own. Begins with the warp that would have had
+  // the next item of the first part.
+  __device__ __forceinline__ void start_second(ItemWalk& at) const {
+    const int blocks = num_column_blocks(at.slices);
+    const int offset = at.offset;
+    const ReturnedItems& returned = shared_state().returned;
+    if (early && returned.block < blocks - 1) {
+      at.start(returned.block, returned.distance, returned.offset + offset, blocks - 1, true);
+    } else {
+      at.start(0, 1, offset, 0, true);
+    }
+  }
+
   // What an item needs beside the outputs is looked up one item ahead.
-  __device__ __forceinline__ void run(bool outputs_are_there) const {
-    Cursor at;
-    PartialRow::RouteWords words;
-    bool first = true;
+  __device__ __forceinline__ void run() const {
+    ItemWalk at(common.params);
 #pragma unroll 1
-    do {
-      Cursor next = at;
-      advance(next);
-      const PartialRow::RouteWords ahead = look_up(next);
-      if (!first) {
-        process(at, words);
-      } else if (!outputs_are_there) {
-        common.wait_for_outputs();
+    for (int part = 0; part < 2; ++part) {
+      if (part == 1) {
+        ptx::barrier_sync<kReturnedBarrier>(kReturningThreads);
+        start_second(at);
+      } else {
+        start_first(at);
       }
-      first = false;
-      at = next;
-      words = ahead;
-    } while (is_item(at) && !common.waiter.gave_up());
+      PartialRow::RouteWords words = look_up(at);
+      if (part == 0) common.wait_for_outputs();
+#pragma unroll 1
+      while (at.is_item() && !common.waiter.gave_up()) {
+        ItemWalk next = at;
+        next.advance(kExpertWarps);
+        const PartialRow::RouteWords ahead = look_up(next);
+        process(at, words);
+        at = next;
+        words = ahead;
+      }
+    }
   }
 };
 
