@@ -14,19 +14,16 @@ struct CombineWarp {
   int lane;
   PartialRow row;
 
-  // `near`: the parameters, or a copy in registers of those that are used behind waits.
-  __device__ __forceinline__ CombineWarp(const MoeLayerParams& p, const MoeLayerParams& near, int w,
-                                         int l)
-      : params(near), waiter{p}, warp(w), lane(l), row(near, l) {}
+  __device__ __forceinline__ CombineWarp(const MoeLayerParams& p, int w, int l)
+      : params(p), waiter{p}, warp(w), lane(l), row(p, l) {}
 
   // Each warp looks at its share of the flags; a barrier joins them.
   __device__ __forceinline__ void wait_for_outputs() const {
-    const MoeLayerParams& p = waiter.params;
-    const uint32_t step = p.step;
-    const int row_tiles = p.hidden / 64;
-    const int quads = p.local.fc2_done_stride / 4;
-    const int end = static_cast<int>(tile_begin(p)[p.num_slots]) * quads;
-    const uint32_t* flags = p.local.fc2_done;
+    const uint32_t step = params.step;
+    const int row_tiles = params.hidden / 64;
+    const int quads = params.local.fc2_done_stride / 4;
+    const int end = static_cast<int>(tile_begin(params)[params.num_slots]) * quads;
+    const uint32_t* flags = params.local.fc2_done;
     waiter.wait_for_ctas(kWaitFc2, blockIdx.x, [&] {
       uint32_t found = step;
 #pragma unroll 1
@@ -37,7 +34,7 @@ struct CombineWarp {
       return found;
     });
     ptx::barrier_sync<kCombineBarrier>(kCombiningThreads);
-    if (warp == 0 && lane == 0) mark(p, kMarkOutputs);
+    if (warp == 0 && lane == 0) mark(params, kMarkOutputs);
   }
 
   // Items (token, slice) in token order.

@@ -2,7 +2,6 @@
 
 #include "kernels/cuda/moe_layer/first_tokens.cuh"
 #include "kernels/cuda/moe_layer/instantiations/instantiations.h"
-#include "kernels/cuda/moe_layer/params_copy.cuh"
 #include "kernels/cuda/moe_layer/role_announce.cuh"
 #include "kernels/cuda/moe_layer/role_combine.cuh"
 #include "kernels/cuda/moe_layer/role_expert.cuh"
@@ -57,8 +56,9 @@ __device__ __forceinline__ void begin_list(const MoeLayerParams& params) {
 // loop's values are the same in a whole warp.
 template <layout::WeightFormat kFormat, int... kWidths>
 __device__ __noinline__ void route(const MoeLayerParams& given, int warp, int lane) {
-  const MoeLayerParams& params = copy_params(given, warp * 32 + lane);
+  copy_params(given, warp * 32 + lane);
   __syncthreads();
+  const MoeLayerParams& params = near_params();
   const bool claims = warp == kExpertWarps && lane == 0;
   if (warp == kWarps - 1 && lane == 0) prefetch_tokens(params);
   const bool told = RouteSorter(params).sort(warp, lane, [&] {
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp >= kExpertWarps) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == kWarps - 1) {
-      announce_tiles(params, lane);
+      announce_tiles(lane);
     } else if (warp > kExpertWarps) {
       TokenRole<kTokens>(params, warp - kExpertWarps - 1, lane).run();
     } else if (claims) {
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     wait_for_first_tokens(params);
     const uint32_t order = ExpertRole<kFormat, kWidths...>(params, warp / 4, warp % 4, lane).run();
     if (threadIdx.x == 0) mark(params, kMarkCombine);
-    combine_outputs(params, order, warp, lane);
+    combine_outputs(order, warp, lane);
     if (threadIdx.x == 0) {
       mark(params, kMarkEnd);
       if (gave_up_word() != kNoFault) give_up(params, {gave_up_word(), 0, params.peers.rank}, 0, 0);

@@ -101,15 +101,14 @@ struct AnnounceRole {
 
 // Not inlined, so that the compiler sees the multiplying loop alone, and one rank does not run the
 // code of several. They keep to the registers that their warps have left.
-static __device__ __noinline__ void announce_tiles_of_ranks(const MoeLayerParams& params,
-                                                            int lane) {
-  AnnounceRole role(params, lane);
+static __device__ __noinline__ void announce_tiles_of_ranks(int lane) {
+  AnnounceRole role(near_params(), lane);
   role.send_tokens();
   role.return_partials();
 }
-static __device__ __noinline__ void announce_tiles(const MoeLayerParams& params, int lane) {
-  if (params.peers.num_ranks > 1) return announce_tiles_of_ranks(params, lane);
-  AnnounceRole(params, lane).run_alone();
+static __device__ __noinline__ void announce_tiles(int lane) {
+  if (near_params().peers.num_ranks > 1) return announce_tiles_of_ranks(lane);
+  AnnounceRole(near_params(), lane).run_alone();
 }
 
 }  // namespace expertd::cuda::moe_layer

@@ -85,16 +85,13 @@ struct CombineAloneRole : CombineWarp {
 
 // Not inlined: what they keep would cost the multiplying loop registers, and one rank does not run
 // the code of several.
-static __device__ __noinline__ void combine_ranks(const MoeLayerParams& params, int warp,
-                                                  int lane) {
-  const MoeLayerParams near = params;
-  CombineRanksRole(params, near, warp, lane).run();
+static __device__ __noinline__ void combine_ranks(int warp, int lane) {
+  CombineRanksRole(near_params(), warp, lane).run();
 }
 // `order`: of this CTA among those that found the list of tiles ended.
-static __device__ __noinline__ void combine_outputs(const MoeLayerParams& params, uint32_t order,
-                                                    int warp, int lane) {
-  if (params.peers.num_ranks > 1) return combine_ranks(params, warp, lane);
-  CombineAloneRole(params, params, warp, lane).run(order);
+static __device__ __noinline__ void combine_outputs(uint32_t order, int warp, int lane) {
+  if (near_params().peers.num_ranks > 1) return combine_ranks(warp, lane);
+  CombineAloneRole(near_params(), warp, lane).run(order);
 }
 
 }  // namespace expertd::cuda::moe_layer

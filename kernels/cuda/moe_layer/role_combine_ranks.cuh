@@ -5,9 +5,8 @@
 #include "kernels/cuda/moe_layer/partial_records.cuh"
 
 // The end of a step of several ranks: a warp's items of the peers first, which go out as records,
-// then this rank's own. Made for latency: one loop, since code is fetched when it is needed; no
-// parameter is loaded behind the wait for the outputs, whose fence empties L1 (the caller has
-// copied them); and nobody meets anybody but the announcing warp, who may have returned a part.
+// then this rank's own. Made for latency: one loop, since code is fetched when it is needed, and
+// nobody meets anybody but the announcing warp, who may have returned a part.
 namespace expertd::cuda::moe_layer {
 
 struct CombineRanksRole {
@@ -23,9 +22,8 @@ struct CombineRanksRole {
   bool early;    // what the announcing warp returns is left out at first
   bool returns;  // what peers wait for
 
-  __device__ __forceinline__ CombineRanksRole(const MoeLayerParams& params,
-                                              const MoeLayerParams& near, int warp, int lane)
-      : common(params, near, warp, lane),
+  __device__ __forceinline__ CombineRanksRole(const MoeLayerParams& params, int warp, int lane)
+      : common(params, warp, lane),
         records(params, lane),
         rank(params.peers.rank),
         early(returns_early(params)),

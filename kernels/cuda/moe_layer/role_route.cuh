@@ -1,6 +1,5 @@
 #pragma once
 
-#include "kernels/cuda/moe_layer/params_copy.cuh"
 #include "kernels/cuda/moe_layer/role_dispatch.cuh"
 #include "kernels/cuda/moe_layer/route_sources.cuh"
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
@@ -15,9 +14,9 @@
 // tables of a slot's first route and first token tile stay in shared memory.
 namespace expertd::cuda::moe_layer {
 
-static __device__ __noinline__ void exchange_routes(uint32_t tables_offset, int warp, int lane);
-static __device__ __noinline__ void sort_together(uint32_t tables_offset, int warp, int lane);
-static __device__ __noinline__ void flag_first_rows(uint32_t tables_offset, int lane);
+static __device__ __noinline__ void exchange_routes(int warp, int lane);
+static __device__ __noinline__ void sort_together(int warp, int lane);
+static __device__ __noinline__ void flag_first_rows(int lane);
 
 struct RouteSorter : RouteSources {
   using RouteSources::RouteSources;
@@ -91,7 +90,7 @@ struct RouteSorter : RouteSources {
   __device__ __forceinline__ void make_tables(int warp, int lane) const {
     if (warp == 0) fill_tables(params, lane);
     if (warp == kWarps - 1 && params.peers.num_ranks > 1)
-      flag_first_rows(params.tables_offset, lane);
+      flag_first_rows(lane);
   }
 
   // What CTAs before this one have in each slot comes before its own.
@@ -137,10 +136,10 @@ struct RouteSorter : RouteSources {
     if (params.peers.num_ranks == 1) {
       look_around(thread);
     } else {
-      exchange_routes(params.tables_offset, warp, lane);
+      exchange_routes(warp, lane);
     }
     if (num_routes() > params.own_sort_routes) {
-      sort_together(params.tables_offset, warp, lane);
+      sort_together(warp, lane);
       return false;
     }
     const Part all = {0, num_routes()};
@@ -187,14 +186,14 @@ struct RouteSorter : RouteSources {
 };
 
 // Apart: code that a launch does not run, but that lies in the way of what it does, costs it time.
-static __device__ __noinline__ void exchange_routes(uint32_t tables_offset, int warp, int lane) {
-  RouteSorter(routing_params(tables_offset)).exchange(warp, lane);
+static __device__ __noinline__ void exchange_routes(int warp, int lane) {
+  RouteSorter(near_params()).exchange(warp, lane);
 }
-static __device__ __noinline__ void flag_first_rows(uint32_t tables_offset, int lane) {
-  flag_first(routing_params(tables_offset), lane);
+static __device__ __noinline__ void flag_first_rows(int lane) {
+  flag_first(near_params(), lane);
 }
-static __device__ __noinline__ void sort_together(uint32_t tables_offset, int warp, int lane) {
-  RouteSorter(routing_params(tables_offset)).sort_part(warp, lane);
+static __device__ __noinline__ void sort_together(int warp, int lane) {
+  RouteSorter(near_params()).sort_part(warp, lane);
 }
 
 }  // namespace expertd::cuda::moe_layer

@@ -1,7 +1,6 @@
 #pragma once
 
 #include "kernels/cuda/moe_layer/exchange.cuh"
-#include "kernels/cuda/moe_layer/params_copy.cuh"
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 
@@ -31,7 +30,7 @@ struct RouteLookup {
     table = reinterpret_cast<uint16_t*>(counts + kWarps * p.num_slots);
     cache = table + p.num_experts;
     const int left = static_cast<int>(ptx::dynamic_shared_memory() + p.tables_offset -
-                                      kParamsBytes - reinterpret_cast<uint8_t*>(cache));
+                                      reinterpret_cast<uint8_t*>(cache));
     cached = left / static_cast<int>(sizeof(uint16_t));
   }
 

@@ -13,9 +13,8 @@
 //   one ring (HasOneRing):  [num_stages x (weight stage, token_tile rows)]
 //   two:  [weights: num_stages x weight stage][tokens: num_token_stages x token_tile rows]
 //   [route_begin, slots + 1][tile_begin, slots + 1][list of routes, if it is near]
-// While routes are sorted the rings hold the first stage of weights, the counts of routes, and a
-// copy of the parameters (params_copy.cuh). Every address is a constant or comes from the
-// parameters: roles keep no pointers in registers.
+// While routes are sorted the rings hold the first stage of weights and the counts of routes. Every
+// address is a constant or comes from the parameters: roles keep no pointers in registers.
 namespace expertd::cuda::moe_layer {
 
 // A claimed tile on its way from the claiming warp to the others. `rows` < 0 ends the list.
@@ -68,12 +67,27 @@ struct SharedState {
   Schedule schedule;
   SendWindow send;
   ReturnedItems returned;
+  alignas(16) MoeLayerParams params;
   TileSlot tiles[kTileSlots];
 };
 static_assert(sizeof(SharedState) <= kStateBytes, "the ring starts behind the state");
 
 __device__ __forceinline__ SharedState& shared_state() {
   return *reinterpret_cast<SharedState*>(ptx::dynamic_shared_memory());
+}
+
+// The launch's parameters for functions that are not inlined. Those reach the launch's own through
+// the global memory behind the constant bank only: a miss for every 32 bytes of them, again behind
+// every fence.
+__device__ __forceinline__ const MoeLayerParams& near_params() { return shared_state().params; }
+// By all threads of the CTA, a word each; a barrier has to follow.
+__device__ __forceinline__ void copy_params(const MoeLayerParams& params, int thread) {
+  constexpr int kWords = sizeof(MoeLayerParams) / 4;
+  static_assert(kWords <= kThreads);
+  if (thread < kWords) {
+    reinterpret_cast<uint32_t*>(&shared_state().params)[thread] =
+        reinterpret_cast<const uint32_t*>(&params)[thread];
+  }
 }
 
 // Barriers by ring index.

@@ -55,7 +55,7 @@ constexpr int VariantFor(int token_tile) {
 }
 inline constexpr int kTileSlots = 3;      // tiles between the claiming warp and the last consumer
 inline constexpr int kStateBytes = 3072;  // barriers and tiles at the head of shared memory
-inline constexpr int kSendWindow = 128;   // tokens of a CTA that are sent in one order
+inline constexpr int kSendWindow = 64;    // tokens of a CTA that are sent in one order
 inline constexpr int kMaxSlots =
     1024;  // expert slots of a rank: two tables of them lie in shared memory
 
