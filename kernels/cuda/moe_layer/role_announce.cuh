@@ -9,8 +9,9 @@
 // One warp tells the other CTAs that a tile's results are there: when all multiplying warps have
 // stored theirs, one fence for all of them (it covers what this warp has observed) and a flag for
 // each 64-row tile. The multiplying warps never wait for their own stores. While a tile is being
-// computed the warp talks to the peers, if this step leaves that to it: first it sends tokens, then
-// it returns partial rows. At last it flags those that the combining warps return.
+// computed the warp talks to the peers, if this step leaves that to it: first it sends the tokens
+// that are left, then it returns partial rows. At last it flags those that the combining warps
+// return.
 namespace expertd::cuda::moe_layer {
 
 struct AnnounceRole {
@@ -69,7 +70,7 @@ struct AnnounceRole {
 
   // Once begun every token goes out, whatever happens to the list.
   __device__ __forceinline__ void send_tokens() {
-    TokenSender tokens(params, lane);
+    TokenSender tokens(shared_state().send.params, lane);
     while (!tokens.done) {
       if (!try_go_on()) tokens.step();
     }

@@ -7,6 +7,7 @@
 #include "kernels/cuda/moe_layer/traits.h"
 #include "kernels/cuda/ptx/mbarrier.cuh"
 #include "kernels/cuda/ptx/memory.cuh"
+#include "kernels/cuda/ptx/warp.cuh"
 
 // Shared memory of a CTA:
 //   [SharedState, padded to kStateBytes]
@@ -36,12 +37,14 @@ struct TileSlot {
 struct Sources {
   uint32_t first_route[layout::kMaxKernelRanks + 1];
   int32_t num_tokens[layout::kMaxKernelRanks];
-  int32_t top_k[layout::kMaxKernelRanks];
+  int16_t top_k[layout::kMaxKernelRanks];
 };
 
-// Tokens of the CTA whose rows are to go out: see role_dispatch.cuh.
-struct SendWindow {
-  uint16_t keys[kSendWindow];
+// What the announcing warp sends from: the parameters (params_copy.cuh), and the tokens of the CTA
+// whose rows are to go out (send_order.cuh).
+struct SendState {
+  MoeLayerParams params;
+  uint32_t keys[kSendWindow];
   uint32_t owners[kSendWindow];  // a bit a rank
 };
 
@@ -61,8 +64,8 @@ struct SharedState {
   Sources sources;
   int64_t list_begin;  // of the step's list of routes, among layout::ListEntries
   Schedule schedule;
-  union {  // rows are sent before partial rows are returned
-    SendWindow send;
+  union {  // the announcing warp sends rows before it returns partial rows
+    SendState send;
     uint16_t return_keys[kMaxReturnKeys];  // see role_return.cuh
   };
   TileSlot tiles[kTileSlots];
@@ -71,6 +74,11 @@ static_assert(sizeof(SharedState) <= kStateBytes, "the ring starts behind the st
 
 __device__ __forceinline__ SharedState& shared_state() {
   return *reinterpret_cast<SharedState*>(ptx::dynamic_shared_memory());
+}
+
+// By all warps that route.
+__device__ __forceinline__ void sync_routing() {
+  ptx::barrier_sync<kRoutingBarrier>(kRoutingThreads);
 }
 
 // Barriers by ring index.
