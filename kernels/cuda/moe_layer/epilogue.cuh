@@ -36,7 +36,7 @@ __device__ __forceinline__ void store_intermediate(const MoeLayerParams& params,
   const int in_tile = row_tile - tile.tile.first_row_tile;
   const float gate_factor = tile.factors[in_tile][0];
   const float up_factor = tile.factors[in_tile][1];
-  const float limit = params.swiglu_limit > 0 ? params.swiglu_limit : __int_as_float(0x7f800000);
+  const float limit = params.swiglu_limit;
   const int chunk = (row_tile & 1) * 4 + warp_in_group;  // of 8 columns: this warp's
   char* h = reinterpret_cast<char*>(params.local.h) +
             int64_t{tile.first_route} * params.intermediate * 2 + row_tile / 2 * (tile.rows * 128) +

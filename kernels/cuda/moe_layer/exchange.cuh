@@ -63,18 +63,23 @@ __device__ __forceinline__ int64_t first_token(const MoeLayerParams& params, int
 __device__ __forceinline__ uint32_t* token_flags(const MoeLayerParams& params, int from, int to) {
   return params.peers.at<uint32_t>(to, params.workspace.token_flags) + first_token(params, from);
 }
-// [T][H] BF16
-__device__ __forceinline__ uint16_t* token_rows(const MoeLayerParams& params, int from, int to) {
-  return params.peers.at<uint16_t>(to, params.workspace.tokens) +
-         first_token(params, from) * params.hidden;
+// Of a token's row, H BF16: bytes into the workspace of each rank that it goes to.
+__device__ __forceinline__ int64_t token_row_offset(const MoeLayerParams& params, int from,
+                                                    int token) {
+  return params.workspace.tokens + (first_token(params, from) + token) * params.hidden * 2;
 }
 
 // Global slot of a route: which replica is a function of the expert and the row's index in its
-// request only. `expert` >= 0.
+// request only. `expert` >= 0. Mostly an expert has one slot, and so have those before it: that one
+// is loaded on trust, beside what says so.
 __device__ __forceinline__ int placed_slot(const MoeLayerParams& params, int expert, int row) {
-  const int first = params.first_slot[expert];
-  const int count = params.first_slot[expert + 1] - first;
-  return params.slots[first + (count == 1 ? 0 : row % count)];
+  int slot = params.slots[expert];
+  int place = params.first_slot[expert];
+  const int count = params.first_slot[expert + 1] - place;
+  if (count != 1) [[unlikely]]
+    place += row % count;
+  if (place != expert) slot = params.slots[place];
+  return slot;
 }
 __device__ __forceinline__ int row_in_request(const MoeLayerParams& params, int token) {
   return params.row_in_request ? params.row_in_request[token] : token;

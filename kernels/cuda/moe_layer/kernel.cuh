@@ -37,14 +37,6 @@ __device__ __forceinline__ void init_barriers(bool one_ring) {
   ptx::fence_mbarrier_init();
 }
 
-// This CTA's share of x to L2, if it is small: the first tiles gather from it.
-__device__ __forceinline__ void prefetch_tokens(const MoeLayerParams& params) {
-  if (params.x_share == 0) return;
-  const int begin = params.x_share * static_cast<int>(blockIdx.x);
-  const int left = min(params.num_tokens * params.hidden * 2 - begin, params.x_share);
-  if (left > 0) ptx::bulk_prefetch(reinterpret_cast<const char*>(params.x) + begin, left);
-}
-
 template <layout::WeightFormat kFormat, int... kWidths>
 __device__ __forceinline__ void begin_list(const MoeLayerParams& params) {
   if (post_tile<kWidths...>(params, 0, blockIdx.x)) {
@@ -52,21 +44,23 @@ __device__ __forceinline__ void begin_list(const MoeLayerParams& params) {
   }
 }
 
-// Not inlined: inside the kernel its branches cost the compiler the proof that the multiplying
-// loop's values are the same in a whole warp.
+// By all warps but the announcing one, which waits for their end and which nobody waits for. Not
+// inlined: inside the kernel its branches cost the compiler the proof that the multiplying loop's
+// values are the same in a whole warp.
 template <layout::WeightFormat kFormat, int... kWidths>
-__device__ __noinline__ void route(const MoeLayerParams& given, int warp, int lane) {
-  copy_params(given, warp * 32 + lane);
-  __syncthreads();
+__device__ __noinline__ void route(int warp, int lane) {
   const MoeLayerParams& params = near_params();
   const bool claims = warp == kExpertWarps && lane == 0;
-  if (warp == kWarps - 1 && lane == 0) prefetch_tokens(params);
   const bool told = RouteSorter(params).sort(warp, lane, [&] {
     // The CTA's first tile is posted and its weights are on their way while routes are placed.
     if (claims) begin_list<kFormat, kWidths...>(params);
     __syncwarp();
   });
   if (claims && !told) begin_list<kFormat, kWidths...>(params);
+  ptx::fence_proxy_async_shared();
+  sync_routing();
+  ptx::barrier_arrive<kRoutedBarrier>(kThreads);
+  if (warp == 0 && lane == 0) mark(params, kMarkRouted);
 }
 
 template <layout::WeightFormat kFormat, int... kWidths>
@@ -81,28 +75,28 @@ __global__ void __launch_bounds__(kThreads, 1)
     init_barriers(HasOneRing(kTokens));
   }
   if (claims) open_step(params);
-  route<kFormat, kWidths...>(params, warp, lane);
-  ptx::fence_proxy_async_shared();
+  copy_params(params, threadIdx.x);
   __syncthreads();
-  if (threadIdx.x == 0) mark(params, kMarkRouted);
-
   if (warp >= kExpertWarps) {
+    // First of all: those that multiply wait until all four have done it, and the announcing one
+    // may still be sending rows when the others have routed. Routing has no more registers then.
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (warp == kWarps - 1) {
-      announce_tiles(lane);
-    } else if (warp > kExpertWarps) {
+    if (warp == kAnnouncingWarp) return announce_tiles(lane);
+    route<kFormat, kWidths...>(warp, lane);
+    if (warp > kExpertWarps) {
       TokenRole<kTokens>(params, warp - kExpertWarps - 1, lane).run();
     } else if (claims) {
       WeightRole<kFormat, kWidths...>(params).run();
       mark(params, kMarkLastTile);
     }
   } else {
+    route<kFormat, kWidths...>(warp, lane);
     ask_first_tokens(params, warp, lane);
     ptx::setmaxnreg_inc<kExpertRegisters>();
     wait_for_first_tokens(params);
-    const uint32_t order = ExpertRole<kFormat, kWidths...>(params, warp / 4, warp % 4, lane).run();
+    const uint32_t order = ExpertRole<kFormat, kWidths...>(params, lane).run();
     if (threadIdx.x == 0) mark(params, kMarkCombine);
-    combine_outputs(order, warp, lane);
+    combine_outputs(order);
     if (threadIdx.x == 0) {
       mark(params, kMarkEnd);
       if (gave_up_word() != kNoFault) give_up(params, {gave_up_word(), 0, params.peers.rank}, 0, 0);

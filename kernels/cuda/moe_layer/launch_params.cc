@@ -1,6 +1,7 @@
 #include "kernels/cuda/moe_layer/launch_params.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "kernels/cuda/moe_layer/traits.h"
 
@@ -38,6 +39,7 @@ MoeLayerParams CompleteParams(MoeLayerParams params, layout::WeightFormat format
       kStateBytes + config.num_stages * weight_bytes + config.num_token_stages * token_bytes;
   params.list_offset = params.tables_offset + 2 * (params.num_slots + 1) * sizeof(uint32_t);
   params.near_routes = std::min(config.near_routes, params.own_sort_routes);
+  if (!(params.swiglu_limit > 0)) params.swiglu_limit = std::numeric_limits<float>::infinity();
   params.schedule = ScheduleShape(params.num_slots, params.intermediate / 32, params.hidden / 64,
                                   config.num_ctas, params.peers.num_ranks > 1);
   params.by_top_k = Divisor(static_cast<uint32_t>(params.top_k));

@@ -97,7 +97,7 @@ struct MoeLayerParams {
   const uint8_t* fc2_units = nullptr;  // layout::PackedMatrix{format, H, I} by slot
   const float* fc1_factors = nullptr;  // [slots][tile][half]
   const float* fc2_factors = nullptr;
-  float swiglu_limit = 0;  // 0 = no clamp
+  float swiglu_limit = 0;  // 0 = no clamp; Launch makes infinity of that
 
   // memory of the ranks
   PeerMap peers;
@@ -120,7 +120,7 @@ struct MoeLayerParams {
   Divisor by_top_k;
   Divisor by_slots_per_rank;
   Divisor by_token_tile;
-  int32_t x_share = 0;  // bytes of x that a CTA brings to L2; 0: x is too large for that
+  int32_t x_share = 0;  // one rank: bytes of x that a CTA brings to L2; 0: x is too large for that
   // Most routes of a step that every CTA sorts for itself; tests have fewer.
   int32_t own_sort_routes = layout::kOwnSortRoutes;
 

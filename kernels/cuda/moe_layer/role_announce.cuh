@@ -8,8 +8,8 @@
 // One warp tells the other CTAs that a tile's results are there: when all multiplying warps have
 // stored theirs, one fence for all of them (it covers what this warp has observed) and a flag for
 // each 64-row tile. The multiplying warps never wait for their own stores. While a tile is being
-// computed the warp talks to the peers, if this step leaves that to it: first it sends tokens, then
-// it returns partial rows.
+// computed the warp talks to the peers, if this step leaves that to it: first it sends the tokens
+// that are left, then it returns partial rows.
 namespace expertd::cuda::moe_layer {
 
 struct AnnounceRole {
@@ -99,16 +99,17 @@ struct AnnounceRole {
   }
 };
 
-// Not inlined, so that the compiler sees the multiplying loop alone, and one rank does not run the
-// code of several. They keep to the registers that their warps have left.
-static __device__ __noinline__ void announce_tiles_of_ranks(int lane) {
-  AnnounceRole role(near_params(), lane);
+// All that the announcing warp does: while the others route it sends the first rows. Not inlined, so
+// that the compiler sees the multiplying loop alone; and one function, since with a second call in
+// that warp's branch ptxas finds no registers. It keeps to those that its warp has left.
+static __device__ __noinline__ void announce_tiles(int lane) {
+  const MoeLayerParams& params = near_params();
+  begin_tokens(params, lane);
+  ptx::barrier_sync<kRoutedBarrier>(kThreads);
+  AnnounceRole role(params, lane);
+  if (params.peers.num_ranks == 1) return role.run_alone();
   role.send_tokens();
   role.return_partials();
-}
-static __device__ __noinline__ void announce_tiles(int lane) {
-  if (near_params().peers.num_ranks > 1) return announce_tiles_of_ranks(lane);
-  AnnounceRole(near_params(), lane).run_alone();
 }
 
 }  // namespace expertd::cuda::moe_layer

@@ -89,7 +89,9 @@ static __device__ __noinline__ void combine_ranks(int warp, int lane) {
   CombineRanksRole(near_params(), warp, lane).run();
 }
 // `order`: of this CTA among those that found the list of tiles ended.
-static __device__ __noinline__ void combine_outputs(uint32_t order, int warp, int lane) {
+static __device__ __noinline__ void combine_outputs(uint32_t order) {
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  const int lane = ptx::lane_id();
   if (near_params().peers.num_ranks > 1) return combine_ranks(warp, lane);
   CombineAloneRole(near_params(), warp, lane).run(order);
 }

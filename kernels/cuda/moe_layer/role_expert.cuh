@@ -24,23 +24,21 @@ struct ExpertRole {
 
   const MoeLayerParams& params;
   Waiter waiter;
-  int group;  // warpgroup
-  int warp;   // in the warpgroup
-  int lane;
   uint32_t codes_offset;   // in a stage: of the thread's codes of the first unit
   uint32_t scales_offset;  // and of its rows' scales
   PipelineState stage;
   PipelineState tokens;  // unless there is one ring: `stage` is theirs too
   PipelineState slot;
 
-  __device__ __forceinline__ ExpertRole(const MoeLayerParams& p, int g, int w, int l)
+  __device__ __forceinline__ ExpertRole(const MoeLayerParams& p, int l)
       : params(p),
         waiter{p},
-        group(g),
-        warp(w),
-        lane(l),
-        codes_offset(g * kUnit + (w * 32 + l) * 16),
-        scales_offset(g * kUnit + layout::ScaleWordOffset(kFormat, w * 16 + l / 4, 0)) {}
+        codes_offset(group() * kUnit + (warp() * 32 + l) * 16),
+        scales_offset(group() * kUnit + layout::ScaleWordOffset(kFormat, warp() * 16 + l / 4, 0)) {}
+
+  // Not kept, registers are short: the warpgroup, and the warp in it.
+  __device__ __forceinline__ static int group() { return static_cast<int>(threadIdx.x / 128); }
+  __device__ __forceinline__ static int warp() { return static_cast<int>(threadIdx.x / 32 % 4); }
 
   __device__ __forceinline__ void wait_tokens() const {
     if constexpr (!kOneRing) waiter.wait(token_full_barrier(tokens.index), tokens.phase);
@@ -184,11 +182,11 @@ struct ExpertRole {
     multiply_tile<kWidth>(acc, tile.num_units, held);
     ptx::wgmma_wait<0>();
     release(held);
-    const int row_tile = tile.tile.first_row_tile + group;
+    const int row_tile = tile.tile.first_row_tile + group();
     if (tile.tile.phase == Phase::kFc1) {
-      store_intermediate<kWidth>(params, tile, acc, row_tile, warp, ptx::lane_id());
+      store_intermediate<kWidth>(params, tile, acc, row_tile, warp(), ptx::lane_id());
     } else {
-      store_output<kWidth>(params, tile, acc, row_tile, warp, ptx::lane_id());
+      store_output<kWidth>(params, tile, acc, row_tile, warp(), ptx::lane_id());
     }
   }
 
@@ -211,14 +209,14 @@ struct ExpertRole {
       waiter.wait(tile_full_barrier(slot.index), slot.phase);
       const TileSlot& tile = shared_state().tiles[slot.index];
       if (tile.rows < 0) return tile.first_route;
-      if (group < tile.tile.num_row_tiles) {
+      if (__shfl_sync(0xffffffffu, group(), 0) < tile.tile.num_row_tiles) {
         const int width = __shfl_sync(0xffffffffu, tile.width, 0);
         (void)((width == kWidths && (run_tile<kWidths>(tile), true)) || ...);
       } else {
         skip_tile(tile);
       }
       __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(tile_done_barrier(slot.index));
+      release(tile_done_barrier(slot.index));
       slot.advance(kTileSlots);
     }
   }

@@ -10,8 +10,7 @@
 namespace expertd::cuda::moe_layer {
 
 struct PartialSender {
-  static constexpr int kRowsInFlight = 6;
-  static constexpr int kRowsAtOnce = 12;  // between two looks at what else there is to do
+  static constexpr int kRowsAtOnce = 4;  // on their way
 
   const MoeLayerParams& params;
   Waiter waiter;
@@ -31,11 +30,11 @@ struct PartialSender {
 
   __device__ __forceinline__ bool is_done() const { return !walk.is_item(); }
 
-  // By the whole warp, unless it is done, between looks at what else there is to do: a token's
-  // slices, or a look at the flags of their block.
+  // By the whole warp, unless it is done, between looks at what else there is to do: a slice, or a
+  // look at the flags of its block.
   __device__ __forceinline__ void step() {
     if (walk.block < complete) {
-      return_slices();
+      return_slice();
     } else {
       look_at_block();
     }
@@ -47,27 +46,20 @@ struct PartialSender {
   }
 
  private:
-  __device__ __forceinline__ void return_slices() {
+  __device__ __forceinline__ void return_slice() {
     const PartialRow row(params, lane);
     if (walk.home != home || walk.token() != token) {
       home = walk.home;
       token = walk.token();
       routes = row.routes_of(home, token);
     }
-    const int begin = walk.slice();
-    const int in_block = min(kBlockSlices - begin % kBlockSlices, walk.count - walk.offset);
-    const int at_once = max(kRowsAtOnce / max(__popc(routes.here), 1), 1);
-    const int items = routes.here == 0 ? in_block : min(in_block, at_once);
     if (routes.here != 0) {
-      const PartialRecords records(params, lane);
-      const int first_item = token * walk.slices;
-      row.add_up_slices<kRowsInFlight>(
-          routes, begin, min(begin + items, walk.slices),
-          [&](int slice, const PartialRow::Columns& sum) {
-            records.store(home, row.slice_of(token, slice), first_item + slice, sum);
-          });
+      const PartialRow::Slice slice = row.slice_of(token, walk.slice());
+      PartialRow::Columns sum = {};
+      row.add_up<kRowsAtOnce>(routes, slice, sum);
+      PartialRecords(params, lane).store(home, slice, token * walk.slices + walk.slice(), sum);
     }
-    walk.advance(items);
+    walk.advance(1);
   }
 
   // One look at the next 32 x 4 flags of the first block that was not complete.

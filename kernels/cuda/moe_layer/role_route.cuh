@@ -6,17 +6,17 @@
 #include "kernels/cuda/moe_layer/shared_sort.cuh"
 #include "kernels/cuda/moe_layer/slot_tables.cuh"
 
-// Routing, by all warps: a stable counting sort of the step's routes, those of all ranks' tokens,
-// by expert slot of this rank. Own sort, up to kOwnSortRoutes: every CTA sorts all of them into a
-// list of its own in the workspace; every CTA finds the same order, so no CTA waits for another.
-// Shared sort, of more routes: each CTA sorts a part, and the CTAs meet (shared_sort.cuh); the list
-// that they share holds the same. With several ranks a CTA waits for the peers' routes before. The
-// tables of a slot's first route and first token tile stay in shared memory.
+// Routing, by all warps but the announcing one: a stable counting sort of the step's routes, those
+// of all ranks' tokens, by expert slot of this rank. Own sort, up to kOwnSortRoutes: every CTA
+// sorts all of them into a list of its own in the workspace; every CTA finds the same order, so no
+// CTA waits for another. Shared sort, of more routes: each CTA sorts a part, and the CTAs meet
+// (shared_sort.cuh); the list that they share holds the same. With several ranks a CTA waits for
+// the peers' routes before. The tables of a slot's first route and first token tile stay in shared
+// memory.
 namespace expertd::cuda::moe_layer {
 
 static __device__ __noinline__ void exchange_routes(int warp, int lane);
 static __device__ __noinline__ void sort_together(int warp, int lane);
-static __device__ __noinline__ void flag_first_rows(int lane);
 
 struct RouteSorter : RouteSources {
   using RouteSources::RouteSources;
@@ -32,7 +32,7 @@ struct RouteSorter : RouteSources {
 
   __device__ __forceinline__ int chunk_begin(const Part& part, int warp) const {
     const int routes = part.end - part.begin;
-    const int chunk = (routes + kWarps * 32 - 1) / (kWarps * 32) * 32;
+    const int chunk = (routes + kRoutingThreads - 1) / kRoutingThreads * 32;
     return part.begin + min(warp * chunk, routes);
   }
 
@@ -64,33 +64,25 @@ struct RouteSorter : RouteSources {
   // 1].
   __device__ __forceinline__ void rank_warps(const Part& part, int thread) const {
     constexpr int kAtOnce = 5;
-    static_assert(kWarps % kAtOnce == 0);
     const int num_slots = params.num_slots;
     // Of fewer routes than threads each warp has at most one run.
-    const int used = min((part.end - part.begin + 31) / 32, kWarps);
-    for (int slot = thread; slot < num_slots; slot += kThreads) {
+    const int used = min((part.end - part.begin + 31) / 32, kRoutingWarps);
+    for (int slot = thread; slot < num_slots; slot += kRoutingThreads) {
       uint32_t sum = 0;
 #pragma unroll 1
       for (int first = 0; first < used; first += kAtOnce) {
         uint32_t* const some = counts + first * num_slots + slot;
         uint32_t values[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) values[i] = some[i * num_slots];
+        for (int i = 0; i < kAtOnce; ++i) values[i] = first + i < used ? some[i * num_slots] : 0;
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          some[i * num_slots] = sum;
+          if (first + i < used) some[i * num_slots] = sum;
           sum += values[i];
         }
       }
       route_begin(params)[slot + 1] = sum;
     }
-  }
-
-  // One warp makes the tables; another has the time to flag the first rows, which have been sent.
-  __device__ __forceinline__ void make_tables(int warp, int lane) const {
-    if (warp == 0) fill_tables(params, lane);
-    if (warp == kWarps - 1 && params.peers.num_ranks > 1)
-      flag_first_rows(lane);
   }
 
   // What CTAs before this one have in each slot comes before its own.
@@ -128,7 +120,7 @@ struct RouteSorter : RouteSources {
     }
   }
 
-  // All threads of the CTA; a barrier has to follow. In an own sort `tables_known` is called by all
+  // All threads that route; a barrier has to follow. In an own sort `tables_known` is called by all
   // of them when the tables are there and the places of the routes are not; then this returns true.
   template <typename TablesKnown>
   __device__ __forceinline__ bool sort(int warp, int lane, TablesKnown tables_known) const {
@@ -146,13 +138,13 @@ struct RouteSorter : RouteSources {
     if (thread == 0) {
       shared_state().list_begin = params.local.max_routes + blockIdx.x * params.local.own_routes;
     }
-    __syncthreads();
+    sync_routing();
     count<true>(all, warp, lane);
-    __syncthreads();
+    sync_routing();
     rank_warps(all, thread);
-    __syncthreads();
-    make_tables(warp, lane);
-    __syncthreads();
+    sync_routing();
+    if (warp == 0) fill_tables(params, lane);
+    sync_routing();
     tables_known();
     place<true>(all, warp, lane);
     return true;
@@ -165,32 +157,26 @@ struct RouteSorter : RouteSources {
     Part part = part_of_cta();
     if (thread == 0) shared_state().list_begin = 0;
     fill_cache<1>(part, warp, lane);
-    __syncthreads();
+    sync_routing();
     count<false>(part, warp, lane);
-    __syncthreads();
+    sync_routing();
     rank_warps(part, thread);
-    const bool several = params.peers.num_ranks > 1;
-    if (together.add_up([&] {
-          if (several) flag_first(params, lane);
-        })) {
+    if (together.add_up()) {
       rank_ctas(warp, lane);
-      __syncthreads();
+      sync_routing();
     } else {
       part.end = part.begin;  // the tables will say that there is nothing to do
     }
     if (warp == 0) fill_tables(params, lane);
-    __syncthreads();
+    sync_routing();
     place<false>(part, warp, lane);
-    (void)together.meet(SharedSort::kPlaced, [] {});
+    (void)together.meet(SharedSort::kPlaced);
   }
 };
 
 // Apart: code that a launch does not run, but that lies in the way of what it does, costs it time.
 static __device__ __noinline__ void exchange_routes(int warp, int lane) {
   RouteSorter(near_params()).exchange(warp, lane);
-}
-static __device__ __noinline__ void flag_first_rows(int lane) {
-  flag_first(near_params(), lane);
 }
 static __device__ __noinline__ void sort_together(int warp, int lane) {
   RouteSorter(near_params()).sort_part(warp, lane);

@@ -14,7 +14,7 @@ struct RouteLookup {
 
   const MoeLayerParams& params;
   // In the ring's memory, behind the first stage of weights:
-  uint32_t* counts;  // [kWarps][num_slots]
+  uint32_t* counts;  // [kRoutingWarps][num_slots]
   uint16_t* table;   // [E] global slot or kReplicated
   uint16_t* cache;   // global slot or kNowhere by route, for the first `cached` of a part
   int cached;
@@ -27,7 +27,7 @@ struct RouteLookup {
 
   __device__ __forceinline__ explicit RouteLookup(const MoeLayerParams& p) : params(p) {
     counts = reinterpret_cast<uint32_t*>(ptx::dynamic_shared_memory() + kSortOffset);
-    table = reinterpret_cast<uint16_t*>(counts + kWarps * p.num_slots);
+    table = reinterpret_cast<uint16_t*>(counts + kRoutingWarps * p.num_slots);
     cache = table + p.num_experts;
     const int left = static_cast<int>(ptx::dynamic_shared_memory() + p.tables_offset -
                                       reinterpret_cast<uint8_t*>(cache));
@@ -48,7 +48,7 @@ struct RouteLookup {
   // Mostly an expert has one slot, and so have those before it: that one is loaded on trust.
   __device__ __forceinline__ void fill_table(int thread) const {
 #pragma unroll 1
-    for (int expert = thread; expert < params.num_experts; expert += kThreads) {
+    for (int expert = thread; expert < params.num_experts; expert += kRoutingThreads) {
       int slot = params.slots[expert];
       const int first = params.first_slot[expert];
       const int count = params.first_slot[expert + 1] - first;
@@ -92,13 +92,13 @@ struct RouteLookup {
     int source = 0;
     bool waits = true, again = false;
 #pragma unroll 1
-    for (int first = part.begin + warp * 32; first < part.end; first += kAtOnce * kThreads) {
+    for (int first = part.begin + warp * 32; first < part.end; first += kAtOnce * kRoutingThreads) {
       const layout::RouteRecord* records[kAtOnce];
       int experts[kAtOnce];
       uint32_t steps[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int route = first + i * kThreads + lane;
+        const int route = first + i * kRoutingThreads + lane;
         records[i] = nullptr;
         experts[i] = -1;
         steps[i] = params.step;
@@ -127,14 +127,14 @@ struct RouteLookup {
         for (int i = 0; i < kAtOnce; ++i) {
           if (steps[i] == params.step) continue;
           found = steps[i];
-          missing = first + i * kThreads + lane;
+          missing = first + i * kRoutingThreads + lane;
         }
         if (missing >= 0) what = awaited_route(missing);
         return found;
       });
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int route = first + i * kThreads + lane;
+        const int route = first + i * kRoutingThreads + lane;
         if (route >= part.end || route - part.begin >= cached) continue;
         again |= keep(route - part.begin, steps[i] == params.step ? experts[i] : -1);
       }
@@ -154,7 +154,7 @@ struct RouteLookup {
     const int routes = min(part.end - part.begin, cached);
     int source = 0;
 #pragma unroll 1
-    for (int i = begin; i < routes; i += kThreads) {
+    for (int i = begin; i < routes; i += kRoutingThreads) {
       if (cache[i] == kReplicated) cache[i] = slot_of(part.begin + i, source);
     }
   }

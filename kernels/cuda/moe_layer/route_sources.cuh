@@ -33,27 +33,20 @@ struct RouteSources : RouteLookup {
       }
       if (lane < params.peers.num_ranks) {
         sources().num_tokens[lane] = layout::TokensOf(header);
-        sources().top_k[lane] = layout::TopKOf(header);
+        sources().top_k[lane] = static_cast<int16_t>(layout::TopKOf(header));
         sources().first_route[lane + 1] = sum;
       }
       if (lane == 0) sources().first_route[0] = 0;
     }
-    __syncthreads();
+    sync_routing();
   }
 
-  // Several ranks, up to the sort: what goes to the peers first, the table, and what comes from
+  // Several ranks, up to the sort: the routes that go to the peers, the table, and what comes from
   // them. For an own sort all routes are looked up as well; a barrier has to follow.
   __device__ __forceinline__ void exchange(int warp, int lane) const {
     const int thread = warp * 32 + lane;
     send_routes(params, thread);
     fill_table(thread);
-    __syncthreads();
-    if (warp >= kFirstSendingWarp) {
-      send_first(params, thread - kFirstSendingWarp * 32, [&](int route, int id) {
-        const uint16_t slot = own_slot(route, id);
-        return slot == kNowhere ? -1 : int{slot};
-      });
-    }
     find_sources(warp, lane);
     if (num_routes() <= params.own_sort_routes) fill_cache<3>({0, num_routes()}, warp, lane);
   }
@@ -65,26 +58,26 @@ struct RouteSources : RouteLookup {
     int experts[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const int route = thread + i * kThreads;
+      const int route = thread + i * kRoutingThreads;
       experts[i] = route < routes ? params.ids[route] : -1;
     }
     fill_table(thread);
     if (thread == 0) {
       sources().num_tokens[0] = params.num_tokens;
-      sources().top_k[0] = params.top_k;
+      sources().top_k[0] = static_cast<int16_t>(params.top_k);
       sources().first_route[0] = 0;
       sources().first_route[1] = static_cast<uint32_t>(routes);
     }
-    __syncthreads();
+    sync_routing();
     if (routes > params.own_sort_routes) return;
     bool again = false;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const int route = thread + i * kThreads;
+      const int route = thread + i * kRoutingThreads;
       if (route < routes) again |= keep(route, experts[i]);
     }
 #pragma unroll 1
-    for (int route = thread + kAhead * kThreads; route < routes; route += kThreads) {
+    for (int route = thread + kAhead * kRoutingThreads; route < routes; route += kRoutingThreads) {
       again |= keep(route, params.ids[route]);
     }
     if (again) look_again({0, routes}, thread);

@@ -7,6 +7,7 @@
 #include "kernels/cuda/moe_layer/traits.h"
 #include "kernels/cuda/ptx/mbarrier.cuh"
 #include "kernels/cuda/ptx/memory.cuh"
+#include "kernels/cuda/ptx/warp.cuh"
 
 // Shared memory of a CTA:
 //   [SharedState, padded to kStateBytes]
@@ -35,12 +36,12 @@ struct TileSlot {
 struct Sources {
   uint32_t first_route[layout::kMaxKernelRanks + 1];
   int32_t num_tokens[layout::kMaxKernelRanks];
-  int32_t top_k[layout::kMaxKernelRanks];
+  int16_t top_k[layout::kMaxKernelRanks];
 };
 
-// Tokens of the CTA whose rows are to go out: see role_dispatch.cuh.
+// Tokens of the CTA whose rows are to go out: see send_order.cuh.
 struct SendWindow {
-  uint16_t keys[kSendWindow];
+  uint32_t keys[kSendWindow];
   uint32_t owners[kSendWindow];  // a bit a rank
 };
 
@@ -80,14 +81,20 @@ __device__ __forceinline__ SharedState& shared_state() {
 // the global memory behind the constant bank only: a miss for every 32 bytes of them, again behind
 // every fence.
 __device__ __forceinline__ const MoeLayerParams& near_params() { return shared_state().params; }
-// By all threads of the CTA, a word each; a barrier has to follow.
-__device__ __forceinline__ void copy_params(const MoeLayerParams& params, int thread) {
+// By all threads of the CTA, a word each; a barrier has to follow. Not inlined: in the kernel's body
+// it would cost the multiplying loop registers.
+static __device__ __noinline__ void copy_params(const MoeLayerParams& params, int thread) {
   constexpr int kWords = sizeof(MoeLayerParams) / 4;
   static_assert(kWords <= kThreads);
   if (thread < kWords) {
     reinterpret_cast<uint32_t*>(&shared_state().params)[thread] =
         reinterpret_cast<const uint32_t*>(&params)[thread];
   }
+}
+
+// By all warps that route.
+__device__ __forceinline__ void sync_routing() {
+  ptx::barrier_sync<kRoutingBarrier>(kRoutingThreads);
 }
 
 // Barriers by ring index.

@@ -16,7 +16,7 @@ struct SharedSort {
   static_assert(layout::kSortMeetings == kPlaced + 1);
   // Of a lane and of a warp: all are loaded at once.
   static constexpr int kLaneFlags = (layout::kMaxCtas + 31) / 32;
-  static constexpr int kWarpRows = (layout::kMaxCtas + kWarps - 1) / kWarps;
+  static constexpr int kWarpRows = (layout::kMaxCtas + kRoutingWarps - 1) / kRoutingWarps;
 
   const MoeLayerParams& params;
   Waiter waiter;
@@ -34,14 +34,12 @@ struct SharedSort {
     return stalled && blockIdx.x == 0;
   }
 
-  // All threads of the CTA; what every CTA has written before is visible after it. False: some CTA
-  // gave up, and so has this one. Meanwhile another warp has the time to do what lies `beside`.
-  template <typename Beside>
-  __device__ __forceinline__ bool meet(int meeting, Beside beside) const {
+  // All warps that route; what every CTA has written before is visible after it. False: some CTA
+  // gave up, and so has this one.
+  __device__ __forceinline__ bool meet(int meeting) const {
     uint32_t* flags = params.local.sort_flags + meeting * layout::kMaxCtas;
     const int ctas = static_cast<int>(gridDim.x);
-    __syncthreads();
-    if (warp == kWarps - 1) beside();
+    sync_routing();
     if (warp == 0) {
       if (lane == 0 && !waiter.gave_up() && !stays_away(meeting)) {
         ptx::fence_acq_rel_gpu();
@@ -67,28 +65,27 @@ struct SharedSort {
       });
       ptx::fence_acq_rel_gpu();
     }
-    __syncthreads();
+    sync_routing();
     return !waiter.gave_up();
   }
 
-  // All threads, each where it was in rank_warps; ends with a barrier. From the CTA's total of each
-  // slot, in route_begin[slot + 1], makes that of all CTAs there, and of the CTAs before this one
-  // in tile_begin[slot + 1]. False: gave up, and all are zero.
-  template <typename Beside>
-  __device__ __forceinline__ bool add_up(Beside beside) const {
+  // All threads that route, each where it was in rank_warps; ends with a barrier. From the CTA's
+  // total of each slot, in route_begin[slot + 1], makes that of all CTAs there, and of the CTAs
+  // before this one in tile_begin[slot + 1]. False: gave up, and all are zero.
+  __device__ __forceinline__ bool add_up() const {
     const bool tells = !stays_away(kCounted);
-    for (int slot = warp * 32 + lane; slot < params.num_slots; slot += kThreads) {
+    for (int slot = warp * 32 + lane; slot < params.num_slots; slot += kRoutingThreads) {
       if (tells) counts_of(blockIdx.x)[slot] = route_begin(params)[slot + 1];
       route_begin(params)[slot + 1] = 0;
       tile_begin(params)[slot + 1] = 0;
     }
-    if (!meet(kCounted, beside)) return false;
+    if (!meet(kCounted)) return false;
     add_rows();
-    __syncthreads();
+    sync_routing();
     return true;
   }
 
-  // Warp w adds the rows of CTAs w, w + kWarps, ...
+  // Warp w adds the rows of CTAs w, w + kRoutingWarps, ...
   __device__ __forceinline__ void add_rows() const {
     const int ctas = static_cast<int>(gridDim.x);
     const int me = static_cast<int>(blockIdx.x);
@@ -96,14 +93,14 @@ struct SharedSort {
       uint32_t routes[kWarpRows];
 #pragma unroll
       for (int i = 0; i < kWarpRows; ++i) {
-        const int cta = warp + i * kWarps;
+        const int cta = warp + i * kRoutingWarps;
         routes[i] = cta < ctas ? __ldcg(counts_of(cta) + slot) : 0;
       }
       uint32_t all = 0, before = 0;
 #pragma unroll
       for (int i = 0; i < kWarpRows; ++i) {
         all += routes[i];
-        if (warp + i * kWarps < me) before += routes[i];
+        if (warp + i * kRoutingWarps < me) before += routes[i];
       }
       if (all != 0) atomicAdd(route_begin(params) + slot + 1, all);
       if (before != 0) atomicAdd(tile_begin(params) + slot + 1, before);

@@ -5,7 +5,8 @@
 
 namespace expertd::cuda::moe_layer {
 
-// By the announcing warp: the CTA's rows behind the first kRowsAtStart, one at a time.
+// By the announcing warp: the CTA's rows behind the first kRowsAtStart, one at a time. A CTA that
+// has given up waiting for routes sends none of them.
 struct TokenSender {
   static constexpr int kRowsAtOnce = 4;  // most rows between two fences; at most 4
 
@@ -22,8 +23,7 @@ struct TokenSender {
 
   __device__ __forceinline__ TokenSender(const MoeLayerParams& p, int l)
       : params(p), lane(l), order{p} {
-    done = order.token_at(kRowsAtStart) >= params.num_tokens || params.stall == kStallTokens ||
-           Waiter{p}.gave_up();
+    done = !order.has(kRowsAtStart) || params.stall == kStallTokens || Waiter{p}.gave_up();
     for (int i = 0; i < kRowsAtStart && !done; ++i) place = order.next(place, lane);
   }
 
@@ -53,7 +53,7 @@ struct TokenSender {
   }
 
   __device__ __forceinline__ void store(int index) {
-    send_row<7>(params, order.token_at(index), order.window().owners[index], lane, 32);
+    TokenRow<7>{params, order.token_at(index), lane}.send(order.window().owners[index], false);
     settled_at_ns = ptx::globaltimer_ns() + num_stored * kSettleNs;
   }
 
@@ -73,17 +73,13 @@ struct TokenSender {
     order.first += kSendWindow;
     place = 0;
     all_taken = false;
-    done = order.is_empty();
+    done = !order.has(0);
     if (done) {
       if (lane == 0) mark(params, kMarkSent);
       return;
     }
     __syncwarp();
-    order.look_up(lane, 32, [&](int route, int expert) {
-      if (expert < 0) return -1;
-      return placed_slot(params, expert, row_in_request(params, route / params.top_k));
-    });
-    __syncwarp();
+    order.look_up(lane);
   }
 };
 

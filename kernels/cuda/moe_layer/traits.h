@@ -9,13 +9,16 @@
 namespace expertd::cuda::moe_layer {
 
 // Warp roles: 16 warps multiply (4 warpgroups, one 64-row tile each), one streams weights, two
-// gather tokens, one announces results. All of them route at the start; those that multiplied
-// combine at the end.
+// gather tokens, the last one announces results. At the start all but the last one route, while
+// that one sends the CTA's first rows; those that multiplied combine at the end.
 inline constexpr int kExpertWarpgroups = 4;
 inline constexpr int kExpertWarps = kExpertWarpgroups * 4;
 inline constexpr int kTokenWarps = 2;
 inline constexpr int kWarps = kExpertWarps + 1 + kTokenWarps + 1;
 inline constexpr int kThreads = kWarps * 32;
+inline constexpr int kAnnouncingWarp = kWarps - 1;
+inline constexpr int kRoutingWarps = kWarps - 1;
+inline constexpr int kRoutingThreads = kRoutingWarps * 32;
 
 // Registers a thread: what is allocated at launch is moved from the producers to the consumers.
 inline constexpr int kRegistersAtLaunch = 96;
@@ -26,20 +29,20 @@ static_assert(kExpertRegisters * kExpertWarps + kProducerRegisters * (kWarps - k
                   kRegistersAtLaunch * kWarps,
               "the increase waits for ever if it asks for more than the decrease gives");
 
-// Named barriers of the hardware (0 is __syncthreads).
+// Named barriers of the hardware (0 is __syncthreads: at the kernel's start only, whoever waited
+// there later would wait for the rows that the last warp sends).
 // Warps that combine: the outputs are there.
 inline constexpr int kCombineBarrier = 1;
 inline constexpr int kCombiningThreads = kExpertWarps * 32;
 // They and the announcing one: what that one has returned.
-inline constexpr int kReturnedBarrier = 4;
+inline constexpr int kReturnedBarrier = 5;
 inline constexpr int kReturningThreads = kCombiningThreads + 32;
-// Warps that send the CTA's first rows while the others wait for the peers' routes: the order in
-// which the rows go out is known.
-inline constexpr int kSendBarrier = 2;
-inline constexpr int kFirstSendingWarp = 4;
-inline constexpr int kSendingThreads = (kWarps - kFirstSendingWarp) * 32;
+// Warps that route: from one step of the sort to the next.
+inline constexpr int kRoutingBarrier = 2;
 // Warps that multiply: the first tokens, which they have brought themselves, are there.
 inline constexpr int kFirstTokensBarrier = 3;
+// Routing has ended: the warps that route arrive and go on, the announcing one waits for them.
+inline constexpr int kRoutedBarrier = 4;
 
 inline constexpr int kMaxStages = 6;
 inline constexpr int kMaxTokenTile = 80;

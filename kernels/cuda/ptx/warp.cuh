@@ -24,6 +24,12 @@ __device__ __forceinline__ void barrier_sync(int threads) {
   asm volatile("barrier.sync %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
 }
 
+// Counts as one of `threads` at the barrier, and does not wait: others do, in barrier_sync().
+template <int kBarrier>
+__device__ __forceinline__ void barrier_arrive(int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
+}
+
 // Read anew each time: addresses that depend on it are not kept in registers across a loop.
 __device__ __forceinline__ int lane_id() {
   int lane;

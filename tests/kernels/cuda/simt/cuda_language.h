@@ -141,6 +141,18 @@ T atomicMax(T* address, T value) {
   *address = std::max(old, value);
   return old;
 }
+template <typename T>
+T atomicMin(T* address, T value) {
+  const T old = *address;
+  *address = std::min(old, value);
+  return old;
+}
+template <typename T>
+T atomicOr(T* address, T value) {
+  const T old = *address;
+  *address = old | value;
+  return old;
+}
 inline uint32_t atomicCAS_system(uint32_t* address, uint32_t compare, uint32_t value) {
   const uint32_t old = *address;
   if (old == compare) *address = value;

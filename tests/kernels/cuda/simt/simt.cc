@@ -328,15 +328,17 @@ const Word4* Exchange(const char* what, const Word4& mine) {
   return results.data();
 }
 
-void SyncBarrier(int barrier, int threads) {
+void ArriveAtBarrier(int barrier, int threads) {
   Barrier& state = Current().cta->barriers[static_cast<size_t>(barrier)];
-  const uint64_t generation = state.generation;
-  if (++state.arrived == threads) {
-    state.arrived = 0;
-    ++state.generation;
-    return;
-  }
-  const Awaited awaited = {&state.generation, generation};
+  if (++state.arrived < threads) return;
+  state.arrived = 0;
+  ++state.generation;
+}
+
+void SyncBarrier(int barrier, int threads) {
+  const Barrier& state = Current().cta->barriers[static_cast<size_t>(barrier)];
+  const Awaited awaited = {&state.generation, state.generation};
+  ArriveAtBarrier(barrier, threads);
   Block(&Moved, &awaited, 0);
 }
 

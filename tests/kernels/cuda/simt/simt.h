@@ -63,6 +63,7 @@ const Word4* Exchange(const char* what, const Word4& mine);
 
 void SyncThreads();
 void SyncBarrier(int barrier, int threads);
+void ArriveAtBarrier(int barrier, int threads);  // and does not wait
 
 // Done some time later, at the latest when nothing else can run.
 void Later(std::function<void()> work);

@@ -18,6 +18,11 @@ void barrier_sync(int threads) {
   simt::SyncBarrier(kBarrier, threads);
 }
 
+template <int kBarrier>
+void barrier_arrive(int threads) {
+  simt::ArriveAtBarrier(kBarrier, threads);
+}
+
 inline int lane_id() { return simt::lane(); }
 
 inline bool elect_one() { return lane_id() == 0; }
