@@ -38,9 +38,6 @@ __device__ __forceinline__ int num_column_blocks(int slices) {
 // A walk over the CTA's items: of some column blocks those of the peers' tokens, the next rank's
 // first, and then, if it goes on, those of this rank's own tokens, all blocks.
 struct ItemWalk {
-  int rank;
-  int num_ranks;
-  int slices;     // of a token
   int peers_end;  // column block behind the last of the peers'
   bool goes_on;   // to the own ones
   int block = 0;
@@ -50,14 +47,13 @@ struct ItemWalk {
   int count = 0;
   int offset = 0;  // among them
 
-  __device__ __forceinline__ ItemWalk(const MoeLayerParams& params)
-      : rank(params.peers.rank),
-        num_ranks(params.peers.num_ranks),
-        slices(layout::NumPartialSlices(params.hidden)) {}
-
-  __device__ __forceinline__ bool is_own() const { return distance == num_ranks; }
+  __device__ __forceinline__ static int num_ranks() { return near_params().peers.num_ranks; }
+  __device__ __forceinline__ static int slices() {  // of a token
+    return layout::NumPartialSlices(near_params().hidden);
+  }
+  __device__ __forceinline__ bool is_own() const { return distance == num_ranks(); }
   __device__ __forceinline__ bool is_item() const {
-    return !is_own() || block < num_column_blocks(slices);
+    return !is_own() || block < num_column_blocks(slices());
   }
   // The last block may have fewer slices than the share counts: those are no item.
   __device__ __forceinline__ int slice() const {
@@ -88,20 +84,21 @@ struct ItemWalk {
 
  private:
   __device__ __forceinline__ void leave_peers() {
-    distance = num_ranks;
-    block = goes_on ? 0 : num_column_blocks(slices);
+    distance = num_ranks();
+    block = goes_on ? 0 : num_column_blocks(slices());
   }
   __device__ __forceinline__ void next_share() {
     if (is_own()) {
       ++block;
-    } else if (++distance == num_ranks) {
+    } else if (++distance == num_ranks()) {
       distance = 1;
       if (++block >= peers_end) leave_peers();
     }
     find_share();
   }
   __device__ __forceinline__ void find_share() {
-    home = rank + distance < num_ranks ? rank + distance : rank + distance - num_ranks;
+    home = near_params().peers.rank + distance;
+    if (home >= num_ranks()) home -= num_ranks();
     const Block share = share_of(shared_state().sources.num_tokens[home] * kBlockSlices);
     first = share.first;
     count = share.count;

@@ -45,10 +45,9 @@ struct PartialRecords {
                                     int64_t{item} * (layout::kSliceRecords * layout::kRecordBytes));
   }
 
-  __device__ __forceinline__ void store(int home, const Slice& slice, int item,
-                                        const Columns& sum) const {
-    if (!slice.inside) return;
-    uint4* to = records_of(rank, home, item);
+  // `to`: this lane's first record of the slice; `inside`: it has columns there.
+  __device__ __forceinline__ void store(uint4* to, bool inside, const Columns& sum) const {
+    if (!inside) return;
     uint4 first =
         make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), step);
     uint4 second =

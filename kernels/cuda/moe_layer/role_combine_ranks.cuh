@@ -74,11 +74,11 @@ struct CombineRanksRole {
 
   __device__ __forceinline__ void process(const ItemWalk& at,
                                           const PartialRow::RouteWords& words) const {
-    if (at.slice() >= at.slices) return;
+    if (at.slice() >= at.slices()) return;
     const TokenRoutes routes = common.row.resolve(words);
     const bool is_own = at.is_own();
     const Slice slice = common.row.slice_of(at.token(), at.slice());
-    const int item = at.token() * at.slices + at.slice();
+    const int item = at.token() * at.slices() + at.slice();
     Sent sent;
     if (is_own) look(routes.owners, slice, item, sent);
     Columns sum = {};
@@ -86,20 +86,20 @@ struct CombineRanksRole {
     if (is_own) {
       finish(routes.owners, slice, item, sum, sent);
     } else if (routes.here != 0) {
-      records.store(at.home, slice, item, sum);
+      records.store(records.records_of(rank, at.home, item), slice.inside, sum);
     }
   }
 
   // The CTA's items of a part of the work, a warp every kExpertWarps-th of them.
   // First: the peers' that are not the announcing warp's.
   __device__ __forceinline__ void start_first(ItemWalk& at) const {
-    const int blocks = num_column_blocks(at.slices);
+    const int blocks = num_column_blocks(at.slices());
     at.start(early ? blocks - 1 : 0, 1, common.warp, returns ? blocks : 0, false);
   }
   // Second: what that warp has left, and this rank's own. Begins with the warp that would have had
   // the next item of the first part.
   __device__ __forceinline__ void start_second(ItemWalk& at) const {
-    const int blocks = num_column_blocks(at.slices);
+    const int blocks = num_column_blocks(at.slices());
     const int offset = at.offset;
     const ReturnedItems& returned = shared_state().returned;
     if (early && returned.block < blocks - 1) {
@@ -111,7 +111,7 @@ struct CombineRanksRole {
 
   // What an item needs beside the outputs is looked up one item ahead.
   __device__ __forceinline__ void run() const {
-    ItemWalk at(common.params);
+    ItemWalk at;
 #pragma unroll 1
     for (int part = 0; part < 2; ++part) {
       if (part == 1) {

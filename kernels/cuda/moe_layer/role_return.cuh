@@ -10,8 +10,6 @@
 namespace expertd::cuda::moe_layer {
 
 struct PartialSender {
-  static constexpr int kRowsAtOnce = 4;  // on their way
-
   const MoeLayerParams& params;
   Waiter waiter;
   int lane;
@@ -23,18 +21,18 @@ struct PartialSender {
   PartialRow::TokenRoutes routes;
 
   __device__ __forceinline__ PartialSender(const MoeLayerParams& p, int l)
-      : params(p), waiter{p}, lane(l), walk(p) {
-    const int last = returns_early(p) ? num_column_blocks(walk.slices) - 1 : 0;
+      : params(p), waiter{p}, lane(l) {
+    const int last = returns_early(p) ? num_column_blocks(walk.slices()) - 1 : 0;
     walk.start(0, 1, 0, last, false);
   }
 
   __device__ __forceinline__ bool is_done() const { return !walk.is_item(); }
 
-  // By the whole warp, unless it is done, between looks at what else there is to do: a slice, or a
-  // look at the flags of its block.
+  // By the whole warp, unless it is done, between looks at what else there is to do: two slices,
+  // or a look at the flags of their block.
   __device__ __forceinline__ void step() {
     if (walk.block < complete) {
-      return_slice();
+      return_slices();
     } else {
       look_at_block();
     }
@@ -46,20 +44,25 @@ struct PartialSender {
   }
 
  private:
-  __device__ __forceinline__ void return_slice() {
+  __device__ __forceinline__ void return_slices() {
     const PartialRow row(params, lane);
     if (walk.home != home || walk.token() != token) {
       home = walk.home;
       token = walk.token();
       routes = row.routes_of(home, token);
     }
+    const int slice = walk.slice();
+    const int in_token = min(kBlockSlices - slice % kBlockSlices, walk.count - walk.offset);
+    const int count = min(in_token, 2);
     if (routes.here != 0) {
-      const PartialRow::Slice slice = row.slice_of(token, walk.slice());
-      PartialRow::Columns sum = {};
-      row.add_up<kRowsAtOnce>(routes, slice, sum);
-      PartialRecords(params, lane).store(home, slice, token * walk.slices + walk.slice(), sum);
+      PartialRow::Columns sums[2] = {};
+      row.add_up_two(routes, slice * layout::kPartialColumns + lane * 8, count, sums);
+      const PartialRecords records(params, lane);
+      uint4* to = records.records_of(params.peers.rank, home, token * walk.slices() + slice);
+      records.store(to, row.is_inside(slice), sums[0]);
+      if (count > 1) records.store(to + layout::kSliceRecords, row.is_inside(slice + 1), sums[1]);
     }
-    walk.advance(1);
+    walk.advance(count);
   }
 
   // One look at the next 32 x 4 flags of the first block that was not complete.
