@@ -33,7 +33,7 @@ struct CombineWarp {
       }
       return found;
     });
-    ptx::barrier_sync<kCombineBarrier>(kCombiningThreads);
+    ptx::barrier_sync_aligned<kCombineBarrier>(kCombiningThreads);
     if (warp == 0 && lane == 0) mark(params, kMarkOutputs);
   }
 

@@ -47,7 +47,7 @@ __device__ __forceinline__ void wait_for_first_tokens(const MoeLayerParams& para
   if (first_token_stages(params, shared_state().tiles[0]) == 0) return;
   ptx::cp_async_wait<0>();
   ptx::fence_proxy_async_shared();
-  ptx::barrier_sync<kFirstTokensBarrier>(kExpertWarps * 32);
+  ptx::barrier_sync_aligned<kFirstTokensBarrier>(kExpertWarps * 32);
 }
 
 }  // namespace expertd::cuda::moe_layer

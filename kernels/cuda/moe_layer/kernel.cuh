@@ -34,6 +34,7 @@ __device__ __forceinline__ void init_barriers(bool one_ring) {
   ptx::mbarrier_init(ptx::shared_address(&state->tokens_asked), 1);
   ptx::mbarrier_init(ptx::shared_address(&state->unwatched), kExpertWarps);
   state->gave_up = kNoFault;
+  state->rows_here = 0;
   ptx::fence_mbarrier_init();
 }
 
@@ -48,7 +49,9 @@ __device__ __forceinline__ void begin_list(const MoeLayerParams& params) {
 // inlined: inside the kernel its branches cost the compiler the proof that the multiplying loop's
 // values are the same in a whole warp.
 template <layout::WeightFormat kFormat, int... kWidths>
-__device__ __noinline__ void route(int warp, int lane) {
+__device__ __noinline__ void route(const MoeLayerParams& given, int warp, int lane) {
+  copy_params<kRoutingThreads>(given, warp * 32 + lane);
+  sync_routing();
   const MoeLayerParams& params = near_params();
   const bool claims = warp == kExpertWarps && lane == 0;
   const bool told = RouteSorter(params).sort(warp, lane, [&] {
@@ -75,14 +78,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     init_barriers(HasOneRing(kTokens));
   }
   if (claims) open_step(params);
-  copy_params(params, threadIdx.x);
-  __syncthreads();
   if (warp >= kExpertWarps) {
     // First of all: those that multiply wait until all four have done it, and the announcing one
     // may still be sending rows when the others have routed. Routing has no more registers then.
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (warp == kAnnouncingWarp) return announce_tiles(lane);
-    route<kFormat, kWidths...>(warp, lane);
+    if (warp == kAnnouncingWarp) return announce_tiles(params, lane);
+    route<kFormat, kWidths...>(params, warp, lane);
     if (warp > kExpertWarps) {
       TokenRole<kTokens>(params, warp - kExpertWarps - 1, lane).run();
     } else if (claims) {
@@ -90,11 +91,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       mark(params, kMarkLastTile);
     }
   } else {
-    route<kFormat, kWidths...>(warp, lane);
+    route<kFormat, kWidths...>(params, warp, lane);
     ask_first_tokens(params, warp, lane);
     ptx::setmaxnreg_inc<kExpertRegisters>();
     wait_for_first_tokens(params);
-    const uint32_t order = ExpertRole<kFormat, kWidths...>(params, lane).run();
+    const uint32_t order = ExpertRole<kFormat, kWidths...>(params, warp, lane).run();
     if (threadIdx.x == 0) mark(params, kMarkCombine);
     combine_outputs(order);
     if (threadIdx.x == 0) {

@@ -49,21 +49,21 @@ struct PartialRow {
     uint32_t owners = 0;  // ranks that compute a route
     int slot = 0;         // lane k: of this rank, if it computes route k
     float weight = 0;
-    int64_t first_route = 0;
+    uint32_t first_route = 0;
   };
 
   // What the lanes load for it.
   struct RouteWords {
     uint32_t slot = layout::kNowhere;
     float weight = 0;
-    int64_t first_route = 0;
+    uint32_t first_route = 0;
   };
   __device__ __forceinline__ RouteWords load_routes(int source, int token) const {
     const Sources& sources = shared_state().sources;
     const int top_k = sources.top_k[source];
     const int in_source = token * top_k + lane;
     RouteWords words;
-    words.first_route = int64_t{sources.first_route[source]} + token * top_k;
+    words.first_route = sources.first_route[source] + token * top_k;
     if (lane < top_k) {
       words.slot = route_slots(params)[words.first_route + lane];
       words.weight = route_weight(params, source, in_source);
@@ -105,7 +105,7 @@ struct PartialRow {
   template <int kRowsAtOnce>
   __device__ __forceinline__ void add_up(const TokenRoutes& routes, const Slice& slice,
                                          Columns& sum) const {
-    const uint16_t* from = y + routes.first_route * hidden + slice.column;
+    const uint16_t* from = y + int64_t{routes.first_route} * hidden + slice.column;
 #pragma unroll 1
     for (uint32_t left = routes.here; left != 0;) {
       uint4 rows[kRowsAtOnce];
@@ -128,34 +128,34 @@ struct PartialRow {
     }
   }
 
-  // The same of two neighbouring slices of one token, of which `count` are asked for; two routes are
-  // loaded at once. Fewer instructions a slice than one by one.
+  // The same of two neighbouring slices of one token, of which `count` are asked for. Fewer
+  // instructions a slice than one by one.
+  template <int kRoutesAtOnce>
   __device__ __forceinline__ void add_up_two(const TokenRoutes& routes, int column, int count,
                                              Columns (&sums)[2]) const {
-    const uint16_t* from = y + routes.first_route * hidden + column;
+    const uint16_t* from = y + int64_t{routes.first_route} * hidden + column;
     const bool first = column < hidden;
     const bool second = count > 1 && column + layout::kPartialColumns < hidden;
-    const auto load = [&](int k, uint4 (&row)[2]) {
-      const uint4* at = reinterpret_cast<const uint4*>(from + k * hidden);
-      if (first) row[0] = __ldcg(at);
-      if (second) row[1] = __ldcg(at + layout::kPartialColumns / 8);
-    };
-    const auto add_row = [&](int k, const uint4 (&row)[2]) {
-      const float weight = __shfl_sync(0xffffffffu, routes.weight, k);
-      if (first) add(sums[0], row[0], weight);
-      if (second) add(sums[1], row[1], weight);
-    };
 #pragma unroll 1
     for (uint32_t left = routes.here; left != 0;) {
-      const int k = __ffs(left) - 1;
-      left &= left - 1;
-      const int next = __ffs(left) - 1;
-      uint4 row[2], next_row[2];
-      load(k, row);
-      if (next >= 0) load(next, next_row);
-      add_row(k, row);
-      if (next >= 0) add_row(next, next_row);
-      left &= left - 1;
+      uint4 rows[kRoutesAtOnce][2];
+      uint32_t taken = left;
+#pragma unroll
+      for (int i = 0; i < kRoutesAtOnce; ++i) {
+        const int k = __ffs(taken) - 1;
+        taken &= taken - 1;
+        const uint4* at = reinterpret_cast<const uint4*>(from + k * hidden);
+        if (k >= 0 && first) rows[i][0] = __ldcg(at);
+        if (k >= 0 && second) rows[i][1] = __ldcg(at + layout::kPartialColumns / 8);
+      }
+#pragma unroll
+      for (int i = 0; i < kRoutesAtOnce; ++i) {
+        if (left == 0) continue;
+        const float weight = __shfl_sync(0xffffffffu, routes.weight, __ffs(left) - 1);
+        left &= left - 1;
+        if (first) add(sums[0], rows[i][0], weight);
+        if (second) add(sums[1], rows[i][1], weight);
+      }
     }
   }
 };

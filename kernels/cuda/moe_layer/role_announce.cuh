@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cuda/moe_layer/role_return.cuh"
+#include "kernels/cuda/moe_layer/row_watcher.cuh"
 #include "kernels/cuda/moe_layer/token_sender.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 #include "kernels/cuda/ptx/copy.cuh"
@@ -74,6 +75,14 @@ struct AnnounceRole {
     }
   }
 
+  // Until all rows have come that this rank computes, or the list ends.
+  __device__ __forceinline__ void watch_rows() {
+    RowWatcher rows(params, lane);
+    while (!list_ended && !rows.is_done() && !waiter.gave_up()) {
+      if (!try_go_on()) rows.step();
+    }
+  }
+
   // Until the list ends; what is left then is the combining warps'.
   __device__ __forceinline__ void return_partials() {
     PartialSender partials(params, lane);
@@ -102,13 +111,16 @@ struct AnnounceRole {
 // All that the announcing warp does: while the others route it sends the first rows. Not inlined, so
 // that the compiler sees the multiplying loop alone; and one function, since with a second call in
 // that warp's branch ptxas finds no registers. It keeps to those that its warp has left.
-static __device__ __noinline__ void announce_tiles(int lane) {
+static __device__ __noinline__ void announce_tiles(const MoeLayerParams& given, int lane) {
+  copy_params<32>(given, lane);
+  __syncwarp();
   const MoeLayerParams& params = near_params();
   begin_tokens(params, lane);
   ptx::barrier_sync<kRoutedBarrier>(kThreads);
   AnnounceRole role(params, lane);
   if (params.peers.num_ranks == 1) return role.run_alone();
   role.send_tokens();
+  role.watch_rows();
   role.return_partials();
 }
 

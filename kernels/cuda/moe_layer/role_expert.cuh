@@ -24,21 +24,29 @@ struct ExpertRole {
 
   const MoeLayerParams& params;
   Waiter waiter;
+  int kept_group;
+  int kept_warp;
   uint32_t codes_offset;   // in a stage: of the thread's codes of the first unit
   uint32_t scales_offset;  // and of its rows' scales
   PipelineState stage;
   PipelineState tokens;  // unless there is one ring: `stage` is theirs too
   PipelineState slot;
 
-  __device__ __forceinline__ ExpertRole(const MoeLayerParams& p, int l)
+  __device__ __forceinline__ ExpertRole(const MoeLayerParams& p, int warp_index, int l)
       : params(p),
         waiter{p},
+        kept_group(warp_index / 4),
+        kept_warp(warp_index % 4),
         codes_offset(group() * kUnit + (warp() * 32 + l) * 16),
         scales_offset(group() * kUnit + layout::ScaleWordOffset(kFormat, warp() * 16 + l / 4, 0)) {}
 
-  // Not kept, registers are short: the warpgroup, and the warp in it.
-  __device__ __forceinline__ static int group() { return static_cast<int>(threadIdx.x / 128); }
-  __device__ __forceinline__ static int warp() { return static_cast<int>(threadIdx.x / 32 % 4); }
+  // The warpgroup, and the warp in it. Wide variants are short of registers.
+  __device__ __forceinline__ int group() const {
+    return kOneRing ? kept_group : static_cast<int>(threadIdx.x / 128);
+  }
+  __device__ __forceinline__ int warp() const {
+    return kOneRing ? kept_warp : static_cast<int>(threadIdx.x / 32 % 4);
+  }
 
   __device__ __forceinline__ void wait_tokens() const {
     if constexpr (!kOneRing) waiter.wait(token_full_barrier(tokens.index), tokens.phase);
@@ -209,7 +217,8 @@ struct ExpertRole {
       waiter.wait(tile_full_barrier(slot.index), slot.phase);
       const TileSlot& tile = shared_state().tiles[slot.index];
       if (tile.rows < 0) return tile.first_route;
-      if (__shfl_sync(0xffffffffu, group(), 0) < tile.tile.num_row_tiles) {
+      const int own = kOneRing ? group() : __shfl_sync(0xffffffffu, group(), 0);
+      if (own < tile.tile.num_row_tiles) {
         const int width = __shfl_sync(0xffffffffu, tile.width, 0);
         (void)((width == kWidths && (run_tile<kWidths>(tile), true)) || ...);
       } else {

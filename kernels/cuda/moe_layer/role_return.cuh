@@ -10,15 +10,16 @@
 namespace expertd::cuda::moe_layer {
 
 struct PartialSender {
+  static constexpr int kRoutesAtOnce = 2;
+
   const MoeLayerParams& params;
   Waiter waiter;
   int lane;
   ItemWalk walk;
   int found = 0;              // flags of the walk's block that have been seen, in fours
   int complete = 0;           // column blocks that are complete
-  int home = -1;              // whose token `routes` are of
-  int token = 0;
-  PartialRow::TokenRoutes routes;
+  bool known = false;         // the walk's token's `words` are
+  PartialRow::RouteWords words;
 
   __device__ __forceinline__ PartialSender(const MoeLayerParams& p, int l)
       : params(p), waiter{p}, lane(l) {
@@ -44,25 +45,29 @@ struct PartialSender {
   }
 
  private:
+  // What is needed of the next token is looked up while this one's rows are on their way.
   __device__ __forceinline__ void return_slices() {
     const PartialRow row(params, lane);
-    if (walk.home != home || walk.token() != token) {
-      home = walk.home;
-      token = walk.token();
-      routes = row.routes_of(home, token);
+    if (!known) {
+      words = row.load_routes(walk.home, walk.token());
+      known = true;
     }
+    const PartialRow::TokenRoutes routes = row.resolve(words);
+    const int home = walk.home;
+    const int token = walk.token();
     const int slice = walk.slice();
-    const int in_token = min(kBlockSlices - slice % kBlockSlices, walk.count - walk.offset);
-    const int count = min(in_token, 2);
-    if (routes.here != 0) {
-      PartialRow::Columns sums[2] = {};
-      row.add_up_two(routes, slice * layout::kPartialColumns + lane * 8, count, sums);
-      const PartialRecords records(params, lane);
-      uint4* to = records.records_of(params.peers.rank, home, token * walk.slices() + slice);
-      records.store(to, row.is_inside(slice), sums[0]);
-      if (count > 1) records.store(to + layout::kSliceRecords, row.is_inside(slice + 1), sums[1]);
-    }
+    const int count = min(min(kBlockSlices - slice % kBlockSlices, walk.count - walk.offset), 2);
     walk.advance(count);
+    if (walk.is_item() && (walk.home != home || walk.token() != token)) {
+      words = row.load_routes(walk.home, walk.token());
+    }
+    if (routes.here == 0) return;
+    PartialRow::Columns sums[2] = {};
+    row.add_up_two<kRoutesAtOnce>(routes, slice * layout::kPartialColumns + lane * 8, count, sums);
+    const PartialRecords records(params, lane);
+    uint4* to = records.records_of(params.peers.rank, home, token * walk.slices() + slice);
+    records.store(to, row.is_inside(slice), sums[0]);
+    if (count > 1) records.store(to + layout::kSliceRecords, row.is_inside(slice + 1), sums[1]);
   }
 
   // One look at the next 32 x 4 flags of the first block that was not complete.

@@ -214,7 +214,7 @@ struct TokenRole {
       Rows rows;
       rows.find(params, tile, is_fc1, leads, lane);
       if (is_fc1) {
-        if (params.peers.num_ranks > 1) rows.wait_for_tokens(params, tile.rows, lane);
+        if (params.peers.num_ranks > 1) rows.wait_for_tokens(params, tile, lane);
         gather(tile, rows);
       } else {
         wait_for_fc1(tile.tile.token_tile);  // while the rows' routes are on their way

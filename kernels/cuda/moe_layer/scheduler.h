@@ -58,10 +58,10 @@ inline constexpr int kColumnBlockTiles = 16;
 struct Section {
   uint32_t begin = 0;  // index of its first tile in the list
   Phase phase = Phase::kFc1;
-  int first_slot = 0;
-  int first_row_tile = 0;    // of the first block, in tiles of 64 weight rows
-  int height = 0;            // 64-row tiles a tile takes; the last of a slot may be lower
-  int row_tiles = 0;         // tiles over the rows of a block
+  int16_t first_slot = 0;
+  int16_t first_row_tile = 0;  // of the first block, in tiles of 64 weight rows
+  int16_t height = 0;          // 64-row tiles a tile takes; the last of a slot may be lower
+  int16_t row_tiles = 0;       // tiles over the rows of a block
   uint32_t block_tiles = 0;  // tiles of a block, if there are several; else 0
 };
 
@@ -123,8 +123,13 @@ struct SectionWriter {
     const uint32_t tiles = token_tiles * static_cast<uint32_t>(row_tiles);
     if (tiles == 0 || blocks == 0) return;
     if (writes) {
-      out->sections[num_sections] = {num_tiles, phase,     first_slot,             first_row,
-                                     height,    row_tiles, blocks > 1 ? tiles : 0u};
+      out->sections[num_sections] = {num_tiles,
+                                     phase,
+                                     static_cast<int16_t>(first_slot),
+                                     static_cast<int16_t>(first_row),
+                                     static_cast<int16_t>(height),
+                                     static_cast<int16_t>(row_tiles),
+                                     blocks > 1 ? tiles : 0u};
     }
     ++num_sections;
     num_tiles += tiles * static_cast<uint32_t>(blocks);

@@ -63,6 +63,7 @@ struct SharedState {
   uint64_t tokens_asked;  // the first tile's first tokens have been asked for: 1 arrival
   uint64_t unwatched;     // who has nothing to release arrives here; nobody waits
   uint32_t gave_up;       // FaultCode of the CTA's first failed wait
+  uint32_t rows_here;     // up to which of the sorted routes rows have been seen: row_watcher.cuh
   Sources sources;
   int64_t list_begin;  // of the step's list of routes, among layout::ListEntries
   Schedule schedule;
@@ -81,20 +82,26 @@ __device__ __forceinline__ SharedState& shared_state() {
 // the global memory behind the constant bank only: a miss for every 32 bytes of them, again behind
 // every fence.
 __device__ __forceinline__ const MoeLayerParams& near_params() { return shared_state().params; }
-// By all threads of the CTA, a word each; a barrier has to follow. Not inlined: in the kernel's body
-// it would cost the multiplying loop registers.
-static __device__ __noinline__ void copy_params(const MoeLayerParams& params, int thread) {
+// By kCount threads that meet afterwards. Who does not meet them makes the same copy.
+template <int kCount>
+__device__ __forceinline__ void copy_params(const MoeLayerParams& params, int thread) {
   constexpr int kWords = sizeof(MoeLayerParams) / 4;
-  static_assert(kWords <= kThreads);
-  if (thread < kWords) {
-    reinterpret_cast<uint32_t*>(&shared_state().params)[thread] =
-        reinterpret_cast<const uint32_t*>(&params)[thread];
+  const auto* from = reinterpret_cast<const uint32_t*>(&params);
+  auto* to = reinterpret_cast<uint32_t*>(&shared_state().params);
+  uint32_t words[(kWords + kCount - 1) / kCount];
+#pragma unroll
+  for (int i = 0; i * kCount < kWords; ++i) {
+    if (thread + i * kCount < kWords) words[i] = from[thread + i * kCount];
+  }
+#pragma unroll
+  for (int i = 0; i * kCount < kWords; ++i) {
+    if (thread + i * kCount < kWords) to[thread + i * kCount] = words[i];
   }
 }
 
 // By all warps that route.
 __device__ __forceinline__ void sync_routing() {
-  ptx::barrier_sync<kRoutingBarrier>(kRoutingThreads);
+  ptx::barrier_sync_aligned<kRoutingBarrier>(kRoutingThreads);
 }
 
 // Barriers by ring index.

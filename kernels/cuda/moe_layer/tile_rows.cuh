@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cuda/moe_layer/exchange.cuh"
+#include "kernels/cuda/moe_layer/row_watcher.cuh"
 #include "kernels/cuda/moe_layer/shared_memory.cuh"
 #include "kernels/cuda/moe_layer/wait.cuh"
 
@@ -48,22 +49,18 @@ struct TileRows {
     return source * params.workspace.max_tokens + token;
   }
 
-  // FC1, several ranks: until the rows are here, this rank's own too.
-  __device__ __forceinline__ void wait_for_tokens(const MoeLayerParams& params, int count,
-                                                  int lane) const {
+  // FC1, several ranks: until the rows are here, this rank's own too. The announcing warp may have
+  // seen them already.
+  __device__ __forceinline__ void wait_for_tokens(const MoeLayerParams& params,
+                                                  const TileSlot& tile, int lane) const {
+    if (rows_are_here(tile.first_route + tile.rows)) return;
     uint32_t found[kLaneRows];
     Awaited what = {kWaitTokens, 0, params.peers.rank};
     const uint32_t* flags[kLaneRows];
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
       flags[i] = nullptr;
-      if (lane + 32 * i >= count) continue;
-      const Sources& sources = shared_state().sources;
-      const int from = source_of(params, route[i]);
-      const uint32_t token = (route[i] - sources.first_route[from]) / sources.top_k[from];
-      flags[i] = token_flags(params, from, params.peers.rank) + token;
-      what.tile = token;
-      what.peer = from;
+      if (lane + 32 * i < tile.rows) flags[i] = token_flag(params, route[i], what);
     }
     (void)Waiter{params}.wait_for_peer(what, [&] {
       uint32_t missing = params.step;

@@ -90,6 +90,10 @@ __device__ __forceinline__ uint64_t atom_add_relaxed_gpu(uint64_t* address, uint
   return before;
 }
 
+__device__ __forceinline__ void fence_acq_rel_cta() {
+  asm volatile("fence.acq_rel.cta;" ::: "memory");
+}
+
 __device__ __forceinline__ void fence_acq_rel_gpu() {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }

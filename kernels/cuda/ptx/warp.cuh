@@ -17,8 +17,14 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// Hardware barrier of `threads` threads of the CTA. Warps of different roles come to it at
-// instructions of their own, which the aligned form (bar.sync) does not allow.
+// Hardware barrier of `threads` threads of the CTA, whole warps that all come to it at the same
+// instruction.
+template <int kBarrier>
+__device__ __forceinline__ void barrier_sync_aligned(int threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
+}
+// The same where warps of different roles come to it at instructions of their own. Takes longer:
+// the lanes of a warp are gathered first.
 template <int kBarrier>
 __device__ __forceinline__ void barrier_sync(int threads) {
   asm volatile("barrier.sync %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");

@@ -45,6 +45,7 @@ inline uint64_t atom_add_relaxed_gpu(uint64_t* address, uint64_t value) {
   *address += value;
   return before;
 }
+inline void fence_acq_rel_cta() {}
 inline void fence_acq_rel_gpu() {}
 inline void fence_acq_rel_sys() {}
 

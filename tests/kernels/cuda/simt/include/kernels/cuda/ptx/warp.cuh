@@ -19,6 +19,11 @@ void barrier_sync(int threads) {
 }
 
 template <int kBarrier>
+void barrier_sync_aligned(int threads) {
+  simt::SyncBarrier(kBarrier, threads);
+}
+
+template <int kBarrier>
 void barrier_arrive(int threads) {
   simt::ArriveAtBarrier(kBarrier, threads);
 }
