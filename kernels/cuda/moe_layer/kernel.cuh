@@ -83,16 +83,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     // may still be sending rows when the others have routed. Routing has no more registers then.
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (warp == kAnnouncingWarp) return announce_tiles(params, lane);
-  }
-  route<kFormat, kWidths...>(params, warp, lane);
-  if (warp > kExpertWarps) {
-    TokenRole<kTokens>(params, warp - kExpertWarps - 1, lane).run();
-  } else if (warp == kExpertWarps) {
-    if (claims) {
+    route<kFormat, kWidths...>(params, warp, lane);
+    if (warp > kExpertWarps) {
+      TokenRole<kTokens>(params, warp - kExpertWarps - 1, lane).run();
+    } else if (claims) {
       WeightRole<kFormat, kWidths...>(params).run();
       mark(params, kMarkLastTile);
     }
   } else {
+    route<kFormat, kWidths...>(params, warp, lane);
     ask_first_tokens(params, warp, lane);
     ptx::setmaxnreg_inc<kExpertRegisters>();
     wait_for_first_tokens(params);
