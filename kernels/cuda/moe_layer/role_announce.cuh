@@ -95,7 +95,6 @@ struct AnnounceRole {
         go_on();
       }
     }
-    partials.leave();
     __syncwarp();
     ptx::barrier_sync<kReturnedBarrier>(kReturningThreads);
   }

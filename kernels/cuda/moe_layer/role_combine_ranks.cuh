@@ -101,7 +101,7 @@ struct CombineRanksRole {
   __device__ __forceinline__ void start_second(ItemWalk& at) const {
     const int blocks = num_column_blocks(at.slices());
     const int offset = at.offset;
-    const ReturnedItems& returned = shared_state().returned;
+    const ReturnState& returned = shared_state().returned;
     if (early && returned.block < blocks - 1) {
       at.start(returned.block, returned.distance, returned.offset + offset, blocks - 1, true);
     } else {

@@ -45,11 +45,18 @@ struct SendWindow {
   uint32_t owners[kSendWindow];  // a bit a rank
 };
 
-// Where the announcing warp came to when it returned partial rows: see ItemWalk in cta_share.cuh.
-struct ReturnedItems {
-  int block;
-  int distance;
-  int offset;
+// How far the announcing warp is with the partial rows that it returns: see role_return.cuh, and
+// ItemWalk in cta_share.cuh.
+struct ReturnState {
+  int32_t block;
+  int32_t distance;
+  int32_t offset;
+  int32_t complete;      // column blocks that are complete
+  int32_t found;         // flags of the next one that have been seen, in fours
+  uint32_t first_route;  // of the next item's token, if it is known
+  int32_t known;
+  uint32_t slot[32];  // of its routes
+  float weight[32];
 };
 
 struct SharedState {
@@ -67,8 +74,10 @@ struct SharedState {
   Sources sources;
   int64_t list_begin;  // of the step's list of routes, among layout::ListEntries
   Schedule schedule;
-  SendWindow send;
-  ReturnedItems returned;
+  union {  // rows are sent before partial rows are returned
+    SendWindow send;
+    ReturnState returned;
+  };
   alignas(16) MoeLayerParams params;
   TileSlot tiles[kTileSlots];
 };
