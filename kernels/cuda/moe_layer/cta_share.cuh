@@ -10,8 +10,7 @@ struct Block {
   int count;
 };
 __device__ __forceinline__ int even_share(int count) {
-  const int ctas = static_cast<int>(gridDim.x);
-  return (count + ctas - 1) / ctas;
+  return static_cast<int>(near_params().by_ctas.Quotient(count + gridDim.x - 1));
 }
 __device__ __forceinline__ Block nth_block(int count, int length, int n) {
   const int first = n * length;

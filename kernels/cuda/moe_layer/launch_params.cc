@@ -44,6 +44,7 @@ MoeLayerParams CompleteParams(MoeLayerParams params, layout::WeightFormat format
                                   config.num_ctas, params.peers.num_ranks > 1);
   params.by_top_k = Divisor(static_cast<uint32_t>(params.top_k));
   params.by_slots_per_rank = Divisor(static_cast<uint32_t>(params.slots_per_rank));
+  params.by_ctas = Divisor(static_cast<uint32_t>(config.num_ctas));
   params.by_token_tile = Divisor(static_cast<uint32_t>(config.token_tile));
   const int64_t x_bytes = int64_t{params.num_tokens} * params.hidden * 2;
   if (x_bytes <= kMaxPrefetchedTokenBytes) {

@@ -120,6 +120,7 @@ struct MoeLayerParams {
   Divisor by_top_k;
   Divisor by_slots_per_rank;
   Divisor by_token_tile;
+  Divisor by_ctas;
   int32_t x_share = 0;  // one rank: bytes of x that a CTA brings to L2; 0: x is too large for that
   // Most routes of a step that every CTA sorts for itself; tests have fewer.
   int32_t own_sort_routes = layout::kOwnSortRoutes;
