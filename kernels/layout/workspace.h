@@ -43,7 +43,7 @@ struct WorkspaceHead {
 };
 
 // What a rank tells its peers of each of its routes. It is written and read as one: who finds the
-// step in it has the rest.
+// step in it has the rest. (In memory the last word is sealed: kernels/cuda/moe_layer/record.cuh.)
 struct alignas(16) RouteRecord {
   int32_t expert;  // or -1
   float weight;
@@ -80,7 +80,7 @@ struct WorkspaceOffsets {
   int64_t route_records = 0;  // [2][P][1 + T K] RouteRecord, a header first
   int64_t token_flags = 0;    // [2][R][T] u32, step; nothing if R = 1
   int64_t tokens = 0;         // [2][R][T][H] BF16, likewise; only rows with a route to this rank
-  // [P][T][slices][kRecordsOfLane][32] records; the last word of each is always a step.
+  // [P][T][slices][kRecordsOfLane][32] records, sealed like those of routes.
   int64_t partial_records = 0;
   // This rank's own.
   int64_t routes = 0;       // u32: global route by slot, in route order, [ListEntries]

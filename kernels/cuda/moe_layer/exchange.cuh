@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cuda/moe_layer/params.h"
+#include "kernels/cuda/moe_layer/record.cuh"
 #include "kernels/cuda/ptx/memory.cuh"
 
 // Addresses of the exchange: where `from` writes on `to`, in the mapping of `to`'s workspace. The
@@ -26,15 +27,13 @@ __device__ __forceinline__ layout::RouteRecord* route_records(const MoeLayerPara
                                           1 + params.workspace.rank_routes, step_buffer(params),
                                           from, to);
 }
-__device__ __forceinline__ void store_record(layout::RouteRecord* to,
-                                             const layout::RouteRecord& record) {
-  ptx::st_relaxed_sys_b128(
-      to, make_uint4(static_cast<uint32_t>(record.expert), __float_as_uint(record.weight),
-                     static_cast<uint32_t>(record.row), record.step));
+__device__ __forceinline__ void store_route(layout::RouteRecord* to,
+                                            const layout::RouteRecord& record) {
+  store_record(to, make_uint4(static_cast<uint32_t>(record.expert), __float_as_uint(record.weight),
+                              static_cast<uint32_t>(record.row), record.step));
 }
-// As it is now: of this step or not.
-__device__ __forceinline__ layout::RouteRecord load_record(const layout::RouteRecord* from) {
-  const uint4 words = ptx::ld_mmio_relaxed_sys_b128(from);
+__device__ __forceinline__ layout::RouteRecord load_route(const layout::RouteRecord* from) {
+  const uint4 words = load_record(from);
   return {static_cast<int32_t>(words.x), __uint_as_float(words.y), static_cast<int32_t>(words.z),
           words.w};
 }
@@ -45,7 +44,7 @@ __device__ __forceinline__ layout::RouteRecord load_record(const layout::RouteRe
 __device__ __forceinline__ layout::RouteRecord route_record(const MoeLayerParams& params,
                                                             int source, int route) {
   layout::RouteRecord record =
-      load_record(route_records(params, source, params.peers.rank) + 1 + route);
+      load_route(route_records(params, source, params.peers.rank) + 1 + route);
   if (record.step != params.step) record.expert = -1;
   return record;
 }

@@ -1,17 +1,14 @@
 #pragma once
 
 #include "kernels/cuda/moe_layer/partial_row.cuh"
-#include "kernels/cuda/ptx/memory.cuh"
+#include "kernels/cuda/moe_layer/record.cuh"
 
-// How partial rows cross: a lane's 8 columns of a slice as records of 16 bytes, each stored and
-// loaded by one access that does not tear, the step in its last word. So a record tells by itself
-// that it has come: no barrier, no fence and no flag, and no order between the stores. Record k of
-// all lanes is one piece of 512 bytes.
+// How partial rows cross: a lane's 8 columns of a slice as records. Record k of all lanes is one
+// piece of 512 bytes.
 //   F32   {c0 c1 c2 step} {c3 c4 c5 step} {c6 c7 0 step}
 //   BF16  {c01 c23 c45 step} {c67 0 0 step}
-// One buffer is enough: a peer sends those of step s when it knows this rank's
-// routes of step s, and those come from a kernel that started when s - 1, and all its loads, had
-// ended.
+// One buffer is enough: a peer sends those of step s when it knows this rank's routes of step s, and
+// those come from a kernel that started when s - 1, and all its loads, had ended.
 namespace expertd::cuda::moe_layer {
 
 struct PartialRecords {
@@ -57,20 +54,20 @@ struct PartialRecords {
       first = make_uint4(pairs.x, pairs.y, pairs.z, step);
       second = make_uint4(pairs.w, 0, 0, step);
     } else {
-      ptx::st_relaxed_sys_b128(
+      store_record(
           to + 64, make_uint4(__float_as_uint(sum[6]), __float_as_uint(sum[7]), 0, step));
     }
-    ptx::st_relaxed_sys_b128(to, first);
-    ptx::st_relaxed_sys_b128(to + 32, second);
+    store_record(to, first);
+    store_record(to + 32, second);
   }
 
   // A look at what `owner` sent of one of this rank's items.
   __device__ __forceinline__ void load(int owner, const Slice& slice, int item, Sent& sent) const {
     if (!slice.inside) return;
     const uint4* from = records_of(owner, rank, item);
-    sent.record[0] = ptx::ld_mmio_relaxed_sys_b128(from);
-    sent.record[1] = ptx::ld_mmio_relaxed_sys_b128(from + 32);
-    if (!as_bf16) sent.record[2] = ptx::ld_mmio_relaxed_sys_b128(from + 64);
+    sent.record[0] = load_record(from);
+    sent.record[1] = load_record(from + 32);
+    if (!as_bf16) sent.record[2] = load_record(from + 64);
   }
 
   // The step if all of a lane's records are of it, or a step that one of them is of instead.

@@ -24,7 +24,7 @@ __device__ __forceinline__ void send_routes(const MoeLayerParams& params, int th
   if (params.stall == kStallRoutes) return;
   const int header_to = kRoutingThreads - 1 - thread;
   if (cta == 0 && header_to < params.peers.num_ranks && header_to != rank) {
-    store_record(route_records(params, rank, header_to),
+    store_route(route_records(params, rank, header_to),
                  layout::RouteHeader(params.step, params.num_tokens, params.top_k));
   }
   if (params.stall == kStallRecords) return;
@@ -39,7 +39,7 @@ __device__ __forceinline__ void send_routes(const MoeLayerParams& params, int th
         row_in_request(params, static_cast<int>(params.by_top_k.Quotient(route))), params.step};
 #pragma unroll 1
     for (int peer = 0; peer < params.peers.num_ranks; ++peer) {
-      if (peer != rank) store_record(route_records(params, rank, peer) + 1 + route, record);
+      if (peer != rank) store_route(route_records(params, rank, peer) + 1 + route, record);
     }
   }
 }

@@ -119,7 +119,7 @@ struct RouteLookup {
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           if (steps[i] == params.step) continue;
-          const layout::RouteRecord record = load_record(records[i]);
+          const layout::RouteRecord record = load_route(records[i]);
           experts[i] = record.expert;
           steps[i] = record.step;
         }

@@ -21,7 +21,7 @@ struct RouteSources : RouteLookup {
       layout::RouteRecord header = layout::RouteHeader(params.step, 0, 1);
       if (lane == rank) header = layout::RouteHeader(params.step, params.num_tokens, params.top_k);
       (void)Waiter{params}.wait_for_peer({kWaitRoutes, 0, lane}, [&] {
-        if (peer) header = load_record(route_records(params, lane, rank));
+        if (peer) header = load_route(route_records(params, lane, rank));
         return header.step;
       });
       if (header.step != params.step) header = layout::RouteHeader(params.step, 0, 1);

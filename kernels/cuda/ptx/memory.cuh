@@ -38,16 +38,15 @@ __device__ __forceinline__ uint32_t ld_acquire_sys(const uint32_t* address) {
   return value;
 }
 
-// 16 bytes, aligned, as one: the memory model never shows a part of such a store. (The elements of
-// a vector are accesses of their own.) The load is an mmio one because those are done as they are
-// written: where only some words are used, ptxas makes several narrow loads of a plain relaxed one.
-// tests/kernels/cuda/sass_test.py looks at what was made of it.
-__device__ __forceinline__ uint4 ld_mmio_relaxed_sys_b128(const void* address) {
+// 16 bytes, aligned, as one: the memory model never shows a part of such an access. (The elements of
+// a vector are accesses of their own.) But ptxas makes narrower loads of one of which only some
+// words are used. (It does not of ld.mmio, which takes several times as long, a lane at a time.)
+__device__ __forceinline__ uint4 ld_relaxed_sys_b128(const void* address) {
   uint64_t low, high;
   asm volatile(
       "{\n"
       ".reg .b128 value;\n"
-      "ld.mmio.relaxed.sys.global.b128 value, [%2];\n"
+      "ld.relaxed.sys.global.b128 value, [%2];\n"
       "mov.b128 {%0, %1}, value;\n"
       "}"
       : "=l"(low), "=l"(high)

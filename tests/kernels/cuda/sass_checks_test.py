@@ -4,7 +4,7 @@ import unittest
 
 import sass_test
 
-LOAD = "@!P1 LDG.E.128.MMIO.SYS R8, desc[UR8][R2.64]"
+LOAD = "@!P1 LDG.E.128.STRONG.SYS R8, desc[UR8][R2.64]"
 CLAIM = "ATOMG.E.ADD.64.STRONG.GPU PT, R2, desc[UR8][R2.64], R4"
 MULTIPLICATION = "HGMMA.64x8x16.F32.BF16 R24, R4, gdesc[UR4], R24, gsb0"
 WAIT_FOR_ALL = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
@@ -45,13 +45,16 @@ class SassChecksTest(unittest.TestCase):
         self.assert_found([t for t in GOOD if t != MULTIPLICATION], "no multiplication")
 
     def test_a_narrow_load_of_a_record_is_found(self):
-        for width in ("", ".64"):
-            narrow = LOAD.replace(".128", width)
-            self.assert_found([*GOOD, narrow], f"a record is loaded in part: {narrow}")
+        narrow = LOAD.replace(".128", ".64")
+        self.assert_found([*GOOD, narrow], f"a record is loaded in part: {narrow}")
+
+    def test_records_loaded_word_by_word_are_found(self):
+        words = [LOAD.replace(".128", "")] * (sass_test.MAX_FLAG_LOADS + 1)
+        self.assert_found([*GOOD, *words], f"{len(words)} words are loaded at system scope")
 
     def test_records_loaded_by_ordinary_accesses_are_found(self):
-        relaxed = LOAD.replace("MMIO", "STRONG")
-        self.assert_found([relaxed, *GOOD[1:]], "no record is loaded by an mmio access")
+        plain = LOAD.replace(".STRONG.SYS", "")
+        self.assert_found([plain, *GOOD[1:]], "no record is loaded as a whole")
 
     def test_a_claim_whose_answer_is_handed_round_is_found(self):
         at = GOOD.index(CLAIM) + 6

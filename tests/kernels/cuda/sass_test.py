@@ -4,7 +4,8 @@
 * Multiplications: ptxas orders them all one behind the other when it finds too few registers (C7512); the results
   stay right. Seen from here, every multiplication is then followed by a wait for all.
 * Records: ptxas makes narrow loads of a relaxed 128-bit load of which only some words are used, and a record may
-  then be seen in part. The loads are mmio ones for that reason, and each must be whole.
+  then be seen in part. All words are used for that reason, and each load must be whole: relaxed at system scope
+  nothing else than flags and records is loaded, and flags are words.
 * The claim: where a warp's lanes add the same, ptxas adds once for all and hands the answer round (SHFL), so that
   the claiming thread waits for it at once.
 
@@ -19,6 +20,7 @@ import sys
 
 VARIANTS = 12  # six ranges of token tiles for each weight format
 MAX_LOOP_SPILLS = 32  # local memory between the first and the last multiplication of a kernel, 24 today
+MAX_FLAG_LOADS = 20  # instructions that load a flag or a stop word, 17 today
 CLAIM_DISTANCE = 32  # instructions behind a claim that hand nothing round; ptxas put the first SHFL 6 behind
 
 
@@ -47,10 +49,14 @@ def multiplication_defects(instructions):
 
 
 def record_defects(instructions):
-    loads = [t for t in instructions if re.match(r"(@\S+ )?LD\S*\.MMIO\b", t)]
-    if not loads:
-        return ["no record is loaded by an mmio access"]
-    return [f"a record is loaded in part: {t}" for t in loads if ".128." not in t]
+    loads = [t for t in instructions if re.match(r"(@\S+ )?LD\S*\.STRONG\.SYS\b", t)]
+    if not any(".128." in t for t in loads):
+        return ["no record is loaded as a whole"]
+    found = [f"a record is loaded in part: {t}" for t in loads if ".64." in t]
+    words = sum(".128." not in t and ".64." not in t for t in loads)
+    if words > MAX_FLAG_LOADS:
+        found.append(f"{words} words are loaded at system scope, more than there are flags: parts of records?")
+    return found
 
 
 def claim_defects(instructions):

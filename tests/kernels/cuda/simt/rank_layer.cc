@@ -112,7 +112,7 @@ RankLayer::RankLayer(const testing::HostLayer& layer, const Placement& placement
   }
 }
 
-// All but the step.
+// All but the last word.
 void RankLayer::PoisonRecords(char* window) {
   for (int64_t at = offsets_.partial_records; at < offsets_.routes; at += layout::kRecordBytes) {
     std::memset(window + at, 0xff, layout::kRecordBytes - sizeof(uint32_t));

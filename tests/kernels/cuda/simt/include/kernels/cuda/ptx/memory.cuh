@@ -31,7 +31,7 @@ inline void st_relaxed_sys_b128(void* address, const uint4& value) {
   EXPERTD_CHECK(reinterpret_cast<uintptr_t>(address) % 16 == 0);
   simt::Later([=] { std::memcpy(address, &value, sizeof(value)); });
 }
-inline uint4 ld_mmio_relaxed_sys_b128(const void* address) {
+inline uint4 ld_relaxed_sys_b128(const void* address) {
   EXPERTD_CHECK(reinterpret_cast<uintptr_t>(address) % 16 == 0);
   simt::Yield();
   uint4 value;
