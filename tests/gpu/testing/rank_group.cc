@@ -152,22 +152,16 @@ void RankGroup::ClearWorkspaces() {
   step_ = 0;
 }
 
-// Regions that hold data; flags and counters stay, and so does the step of a record.
+// Regions that hold data; flags and counters stay. A record of ones is of step 0: sealed words are
+// exclusive or.
 void RankGroup::PoisonData(int rank, cudaStream_t stream) {
-  constexpr size_t kRecord = 16, kWithoutStep = 12;
   const layout::WorkspaceOffsets offsets = layout::PlanWorkspace(shape_);
   const auto at = [&](int64_t offset) { return site_->peers(rank).at<char>(rank, offset); };
-  const std::pair<int64_t, int64_t> regions[] = {{offsets.tokens, offsets.partial_records},
+  const std::pair<int64_t, int64_t> regions[] = {{offsets.route_records, offsets.token_flags},
+                                                 {offsets.tokens, offsets.routes},
                                                  {offsets.h, offsets.bytes}};
   for (const auto& [begin, end] : regions) {
     EXPECT_EQ(cudaMemsetAsync(at(begin), 0xff, static_cast<size_t>(end - begin), stream),
-              cudaSuccess);
-  }
-  const std::pair<int64_t, int64_t> records[] = {{offsets.route_records, offsets.token_flags},
-                                                 {offsets.partial_records, offsets.routes}};
-  for (const auto& [begin, end] : records) {
-    EXPECT_EQ(cudaMemset2DAsync(at(begin), kRecord, 0xff, kWithoutStep,
-                                static_cast<size_t>(end - begin) / kRecord, stream),
               cudaSuccess);
   }
 }

@@ -108,14 +108,8 @@ RankLayer::RankLayer(const testing::HostLayer& layer, const Placement& placement
     std::memset(window + offsets_.tokens, 0xff, offsets_.partial_records - offsets_.tokens);
     std::memset(window + offsets_.routes, 0xff, offsets_.fc1_done - offsets_.routes);
     std::memset(window + offsets_.h, 0xff, offsets_.bytes - offsets_.h);
-    PoisonRecords(window);
-  }
-}
-
-// All but the last word.
-void RankLayer::PoisonRecords(char* window) {
-  for (int64_t at = offsets_.partial_records; at < offsets_.routes; at += layout::kRecordBytes) {
-    std::memset(window + at, 0xff, layout::kRecordBytes - sizeof(uint32_t));
+    // A record of ones is of step 0: sealed words are exclusive or.
+    std::memset(window + offsets_.partial_records, 0xff, offsets_.routes - offsets_.partial_records);
   }
 }
 

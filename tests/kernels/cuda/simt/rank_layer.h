@@ -48,7 +48,6 @@ class RankLayer {
 
  private:
   struct Rank;
-  void PoisonRecords(char* window);
   cuda::moe_layer::MoeLayerParams ParamsOf(int rank, const testing::HostBatch& batch,
                                            float* output);
 
