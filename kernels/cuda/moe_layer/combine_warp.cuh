@@ -17,19 +17,25 @@ struct CombineWarp {
   __device__ __forceinline__ CombineWarp(const MoeLayerParams& p, int w, int l)
       : params(p), waiter{p}, warp(w), lane(l), row(p, l) {}
 
-  // Each warp looks at its share of the flags; a barrier joins them.
-  __device__ __forceinline__ void wait_for_outputs() const {
+  // Of column blocks begin .. end - 1. Each warp looks at its share of the flags; a barrier joins
+  // them.
+  __device__ __forceinline__ void wait_for_outputs(int begin, int end) const {
+    constexpr int kBlockQuads = kColumnBlockTiles / 4;
     const uint32_t step = params.step;
     const int row_tiles = params.hidden / 64;
-    const int quads = params.local.fc2_done_stride / 4;
-    const int end = static_cast<int>(tile_begin(params)[params.num_slots]) * quads;
-    const uint32_t* flags = params.local.fc2_done;
+    const int stride = params.local.fc2_done_stride;
+    const int first = begin * kBlockQuads;
+    const int quads = min(end * kBlockQuads, stride / 4) - first;
+    const int count = static_cast<int>(tile_begin(params)[params.num_slots]) * quads;
+    const uint32_t* flags = params.local.fc2_done + 4 * first;
     waiter.wait_for_ctas(kWaitFc2, blockIdx.x, [&] {
       uint32_t found = step;
 #pragma unroll 1
-      for (int i = warp * 32 + lane; i < end; i += kExpertWarps * 32) {
-        const uint4 quad = ptx::ld_relaxed_gpu_v4(flags + 4 * i);
-        look_at_flags(quad, row_tiles - 4 * (i % quads), step, found);  // the row's end is padded
+      for (int i = warp * 32 + lane; i < count; i += kExpertWarps * 32) {
+        const int tile = i / quads;
+        const int quad = i - tile * quads;
+        const uint4 words = ptx::ld_relaxed_gpu_v4(flags + tile * stride + 4 * quad);
+        look_at_flags(words, row_tiles - 4 * (first + quad), step, found);  // the end is padded
       }
       return found;
     });

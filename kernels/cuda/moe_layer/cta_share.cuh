@@ -35,10 +35,11 @@ __device__ __forceinline__ int num_column_blocks(int slices) {
 }
 
 // A walk over the CTA's items: of some column blocks those of the peers' tokens, the next rank's
-// first, and then, if it goes on, those of this rank's own tokens, all blocks.
+// first, then of some those of this rank's own.
 struct ItemWalk {
   int peers_end;  // column block behind the last of the peers'
-  bool goes_on;   // to the own ones
+  int own_begin;
+  int own_end;
   int block = 0;
   int distance = 0;  // from this rank to the tokens' one, 1 .. num_ranks
   int home = 0;      // that rank
@@ -52,7 +53,7 @@ struct ItemWalk {
   }
   __device__ __forceinline__ bool is_own() const { return distance == num_ranks(); }
   __device__ __forceinline__ bool is_item() const {
-    return !is_own() || block < num_column_blocks(slices());
+    return !is_own() || block < own_end;
   }
   // The last block may have fewer slices than the share counts: those are no item.
   __device__ __forceinline__ int slice() const {
@@ -61,14 +62,11 @@ struct ItemWalk {
   __device__ __forceinline__ int token() const { return (first + offset) / kBlockSlices; }
 
   // At item `at` of the peers' in `begin`, or behind them.
-  __device__ __forceinline__ void start(int begin, int begin_distance, int at, int end,
-                                        bool then_own) {
-    peers_end = end;
-    goes_on = then_own;
+  __device__ __forceinline__ void start(int begin, int begin_distance, int at) {
     block = begin;
     distance = begin_distance;
     offset = 0;
-    if (begin >= end) leave_peers();
+    if (begin >= peers_end) leave_peers();
     find_share();
     advance(at);
   }
@@ -84,7 +82,7 @@ struct ItemWalk {
  private:
   __device__ __forceinline__ void leave_peers() {
     distance = num_ranks();
-    block = goes_on ? 0 : num_column_blocks(slices());
+    block = own_begin;
   }
   __device__ __forceinline__ void next_share() {
     if (is_own()) {
@@ -108,7 +106,6 @@ struct ItemWalk {
 // nearly every CTA has some. Else they are not worth what looking for them costs.
 __device__ __forceinline__ bool returns_early(const MoeLayerParams& params) {
   if (params.stall == kStallPartials) return false;
-  if (num_column_blocks(layout::NumPartialSlices(params.hidden)) < 2) return false;
   bool any = false;
 #pragma unroll 1
   for (int rank = 0; rank < params.peers.num_ranks; ++rank) {
@@ -116,6 +113,14 @@ __device__ __forceinline__ bool returns_early(const MoeLayerParams& params) {
                                             static_cast<int>(gridDim.x) / 2;
   }
   return any;
+}
+
+// The blocks before the last are combined while the last tiles are being multiplied elsewhere: all
+// of the peers', and this rank's own where that is done by then.
+inline constexpr int kEarlyOwnItems = 4;  // most of a warp
+__device__ __forceinline__ bool combines_own_early(const MoeLayerParams& params) {
+  return params.num_tokens * ItemWalk::slices() <=
+         kEarlyOwnItems * kExpertWarps * static_cast<int>(gridDim.x);
 }
 
 }  // namespace expertd::cuda::moe_layer

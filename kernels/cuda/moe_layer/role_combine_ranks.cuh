@@ -90,38 +90,42 @@ struct CombineRanksRole {
     }
   }
 
-  // The CTA's items of a part of the work, a warp every kExpertWarps-th of them.
-  // First: the peers' that are not the announcing warp's.
-  __device__ __forceinline__ void start_first(ItemWalk& at) const {
-    const int blocks = num_column_blocks(at.slices());
-    at.start(early ? blocks - 1 : 0, 1, common.warp, returns ? blocks : 0, false);
-  }
-  // Second: what that warp has left, and this rank's own. Begins with the warp that would have had
-  // the next item of the first part.
-  __device__ __forceinline__ void start_second(ItemWalk& at) const {
-    const int blocks = num_column_blocks(at.slices());
-    const int offset = at.offset;
-    const ReturnState& returned = shared_state().returned;
-    if (early && returned.block < blocks - 1) {
-      at.start(returned.block, returned.distance, returned.offset + offset, blocks - 1, true);
+  // The CTA's items of a part of the work, a warp every kExpertWarps-th of them. First the column
+  // blocks before the last: of the peers' what the announcing warp has left. Then the last, and what
+  // has not been done before; it begins with the warp that would have had the first part's next
+  // item.
+  __device__ __forceinline__ void start(ItemWalk& at, int part) const {
+    const int last = num_column_blocks(ItemWalk::slices()) - 1;
+    const bool own_early = combines_own_early(common.params);
+    const bool returns = common.params.stall != kStallPartials;
+    if (part == 0) {
+      const ReturnState& returned = shared_state().returned;
+      const bool early = returns_early(common.params);
+      at.peers_end = returns ? last : 0;
+      at.own_begin = 0;
+      at.own_end = own_early ? last : 0;
+      const int block = early ? returned.block : 0;
+      const int offset = early && block < last ? returned.offset : 0;
+      at.start(block, early ? returned.distance : 1, offset + common.warp);
     } else {
-      at.start(0, 1, offset, 0, true);
+      const int offset = at.offset;
+      at.peers_end = returns ? last + 1 : 0;
+      at.own_begin = own_early ? last : 0;
+      at.own_end = last + 1;
+      at.start(last, 1, offset);
     }
   }
 
   // What an item needs beside the outputs is looked up one item ahead.
   __device__ __forceinline__ void run() const {
+    const int blocks = num_column_blocks(ItemWalk::slices());
     ItemWalk at;
+    ptx::barrier_sync<kReturnedBarrier>(kReturningThreads);
 #pragma unroll 1
     for (int part = 0; part < 2; ++part) {
-      if (part == 1) {
-        ptx::barrier_sync<kReturnedBarrier>(kReturningThreads);
-        start_second(at);
-      } else {
-        start_first(at);
-      }
+      start(at, part);
       PartialRow::RouteWords words = look_up(at);
-      if (part == 0) common.wait_for_outputs();
+      common.wait_for_outputs(part == 0 ? 0 : blocks - 1, part == 0 ? blocks - 1 : blocks);
 #pragma unroll 1
       while (at.is_item() && !common.waiter.gave_up()) {
         ItemWalk next = at;

@@ -24,8 +24,8 @@ struct PartialSender {
         waiter{p},
         lane(l),
         last_block(returns_early(p) ? num_column_blocks(ItemWalk::slices()) - 1 : 0) {
-    ItemWalk walk;
-    walk.start(0, 1, 0, last_block, false);
+    ItemWalk walk = {last_block, last_block, last_block};
+    walk.start(0, 1, 0);
     __syncwarp();  // the rows have been sent, which were noted in the same place
     if (lane == 0) {
       state().complete = 0;
@@ -81,8 +81,8 @@ struct PartialSender {
   // The next token's routes are looked up behind this one's slices.
   __device__ __forceinline__ void return_token() const {
     const PartialRow row(params, lane);
-    ItemWalk walk;
-    walk.start(state().block, state().distance, state().offset, last_block, false);
+    ItemWalk walk = {last_block, last_block, last_block};
+    walk.start(state().block, state().distance, state().offset);
     const int home = walk.home;
     const int token = walk.token();
     const int slice = walk.slice();
