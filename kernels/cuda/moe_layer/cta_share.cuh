@@ -52,9 +52,7 @@ struct ItemWalk {
     return layout::NumPartialSlices(near_params().hidden);
   }
   __device__ __forceinline__ bool is_own() const { return distance == num_ranks(); }
-  __device__ __forceinline__ bool is_item() const {
-    return !is_own() || block < own_end;
-  }
+  __device__ __forceinline__ bool is_item() const { return !is_own() || block < own_end; }
   // The last block may have fewer slices than the share counts: those are no item.
   __device__ __forceinline__ int slice() const {
     return block * kBlockSlices + (first + offset) % kBlockSlices;
@@ -109,8 +107,8 @@ __device__ __forceinline__ bool returns_early(const MoeLayerParams& params) {
   bool any = false;
 #pragma unroll 1
   for (int rank = 0; rank < params.peers.num_ranks; ++rank) {
-    any |= rank != params.peers.rank && shared_state().sources.num_tokens[rank] * kBlockSlices >
-                                            static_cast<int>(gridDim.x) / 2;
+    any |= rank != params.peers.rank &&
+           shared_state().sources.num_tokens[rank] * kBlockSlices > static_cast<int>(gridDim.x) / 2;
   }
   return any;
 }

@@ -7,8 +7,8 @@
 // piece of 512 bytes.
 //   F32   {c0 c1 c2 step} {c3 c4 c5 step} {c6 c7 0 step}
 //   BF16  {c01 c23 c45 step} {c67 0 0 step}
-// One buffer is enough: a peer sends those of step s when it knows this rank's routes of step s, and
-// those come from a kernel that started when s - 1, and all its loads, had ended.
+// One buffer is enough: a peer sends those of step s when it knows this rank's routes of step s,
+// and those come from a kernel that started when s - 1, and all its loads, had ended.
 namespace expertd::cuda::moe_layer {
 
 struct PartialRecords {
@@ -37,8 +37,7 @@ struct PartialRecords {
         as_bf16(params.partials_bf16 != 0) {}
 
   __device__ __forceinline__ uint4* records_of(int from, int to, int item) const {
-    return reinterpret_cast<uint4*>(mapping + to * stride +
-                                    layout::PeerIndex(from, to) * block +
+    return reinterpret_cast<uint4*>(mapping + to * stride + layout::PeerIndex(from, to) * block +
                                     int64_t{item} * (layout::kSliceRecords * layout::kRecordBytes));
   }
 
@@ -54,8 +53,7 @@ struct PartialRecords {
       first = make_uint4(pairs.x, pairs.y, pairs.z, step);
       second = make_uint4(pairs.w, 0, 0, step);
     } else {
-      store_record(
-          to + 64, make_uint4(__float_as_uint(sum[6]), __float_as_uint(sum[7]), 0, step));
+      store_record(to + 64, make_uint4(__float_as_uint(sum[6]), __float_as_uint(sum[7]), 0, step));
     }
     store_record(to, first);
     store_record(to + 32, second);

@@ -10,7 +10,7 @@
 // stored theirs, one fence for all of them (it covers what this warp has observed) and a flag for
 // each 64-row tile. The multiplying warps never wait for their own stores. While a tile is being
 // computed the warp talks to the peers, if this step leaves that to it: first it sends the tokens
-// that are left, then it returns partial rows.
+// that are left, then it looks which rows have come, then it returns partial rows.
 namespace expertd::cuda::moe_layer {
 
 struct AnnounceRole {
@@ -107,9 +107,9 @@ struct AnnounceRole {
   }
 };
 
-// All that the announcing warp does: while the others route it sends the first rows. Not inlined, so
-// that the compiler sees the multiplying loop alone; and one function, since with a second call in
-// that warp's branch ptxas finds no registers. It keeps to those that its warp has left.
+// All that the announcing warp does: while the others route it sends the first rows. Not inlined,
+// so that the compiler sees the multiplying loop alone; and one function, since with a second call
+// in that warp's branch ptxas finds no registers. It keeps to those that its warp has left.
 static __device__ __noinline__ void announce_tiles(const MoeLayerParams& given, int lane) {
   copy_params<32>(given, lane);
   __syncwarp();

@@ -4,9 +4,11 @@
 #include "kernels/cuda/moe_layer/cta_share.cuh"
 #include "kernels/cuda/moe_layer/partial_records.cuh"
 
-// The end of a step of several ranks: a warp's items of the peers first, which go out as records,
-// then this rank's own. Made for latency: one loop, since code is fetched when it is needed, and
-// nobody meets anybody but the announcing warp, who may have returned a part.
+// The end of a step of several ranks, in two parts: the column blocks before the last, while the
+// last tiles are being multiplied elsewhere, then the last one. In each a warp's items of the peers
+// come first, which go out as records, then this rank's own. Nobody waits for what a peer sends
+// before all that it owes itself of that part is on its way. Made for latency: one loop, since code
+// is fetched when it is needed.
 namespace expertd::cuda::moe_layer {
 
 struct CombineRanksRole {
@@ -19,15 +21,9 @@ struct CombineRanksRole {
   CombineWarp common;
   PartialRecords records;
   int rank;
-  bool early;    // what the announcing warp returns is left out at first
-  bool returns;  // what peers wait for
 
   __device__ __forceinline__ CombineRanksRole(const MoeLayerParams& params, int warp, int lane)
-      : common(params, warp, lane),
-        records(params, lane),
-        rank(params.peers.rank),
-        early(returns_early(params)),
-        returns(params.stall != kStallPartials) {}
+      : common(params, warp, lane), records(params, lane), rank(params.peers.rank) {}
 
   __device__ __forceinline__ PartialRow::RouteWords look_up(const ItemWalk& at) const {
     if (!at.is_item()) return {};
@@ -91,9 +87,9 @@ struct CombineRanksRole {
   }
 
   // The CTA's items of a part of the work, a warp every kExpertWarps-th of them. First the column
-  // blocks before the last: of the peers' what the announcing warp has left. Then the last, and what
-  // has not been done before; it begins with the warp that would have had the first part's next
-  // item.
+  // blocks before the last: of the peers' what the announcing warp has left. Then the last, and
+  // what has not been done before; it begins with the warp that would have had the first part's
+  // next item.
   __device__ __forceinline__ void start(ItemWalk& at, int part) const {
     const int last = num_column_blocks(ItemWalk::slices()) - 1;
     const bool own_early = combines_own_early(common.params);

@@ -25,7 +25,7 @@ __device__ __forceinline__ void send_routes(const MoeLayerParams& params, int th
   const int header_to = kRoutingThreads - 1 - thread;
   if (cta == 0 && header_to < params.peers.num_ranks && header_to != rank) {
     store_route(route_records(params, rank, header_to),
-                 layout::RouteHeader(params.step, params.num_tokens, params.top_k));
+                layout::RouteHeader(params.step, params.num_tokens, params.top_k));
   }
   if (params.stall == kStallRecords) return;
   const int routes = params.num_tokens * params.top_k;

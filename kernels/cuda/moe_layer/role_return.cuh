@@ -69,7 +69,7 @@ struct PartialSender {
     }
   }
   __device__ __forceinline__ PartialRow::TokenRoutes routes_of(const PartialRow& row,
-                                                              const ItemWalk& walk) const {
+                                                               const ItemWalk& walk) const {
     if (state().known == 0) look_up(row, walk);
     __syncwarp();
     const PartialRow::RouteWords words = {state().slot[lane], state().weight[lane],

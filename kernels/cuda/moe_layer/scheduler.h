@@ -53,6 +53,7 @@ struct Tile {
 
 // Columns of y that FC2 computes of all slots before it goes on, in tiles of 64: 1024 columns.
 inline constexpr int kColumnBlockTiles = 16;
+static_assert(kColumnBlockTiles % 4 == 0, "a tile lies in one block");
 
 // A run of slots whose tiles have one height, once or for several blocks of rows.
 struct Section {
@@ -62,7 +63,7 @@ struct Section {
   int16_t first_row_tile = 0;  // of the first block, in tiles of 64 weight rows
   int16_t height = 0;          // 64-row tiles a tile takes; the last of a slot may be lower
   int16_t row_tiles = 0;       // tiles over the rows of a block
-  uint32_t block_tiles = 0;  // tiles of a block, if there are several; else 0
+  uint32_t block_tiles = 0;    // tiles of a block, if there are several; else 0
 };
 
 inline constexpr int kMaxSections = 6;

@@ -63,14 +63,14 @@ struct SharedState {
   uint64_t full[kMaxStages];        // weights loaded, 1 arrival and the bytes; one ring: tokens too
   uint64_t empty[kMaxStages];       // weights in registers: kExpertWarps arrivals
   uint64_t token_full[kMaxStages];  // tokens loaded: kTokenWarps arrivals, and the bytes for FC2
-  uint64_t token_empty[kMaxStages];    // tokens multiplied: kExpertWarps arrivals
-  uint64_t tile_full[kTileSlots];      // tile posted: 1 arrival
-  uint64_t tile_done[kTileSlots];      // results stored: kExpertWarps arrivals
-  uint64_t tile_empty[kTileSlots];     // slot free: kTokenWarps arrivals + 1 of the announcing warp
-  uint64_t tokens_asked;  // the first tile's first tokens have been asked for: 1 arrival
-  uint64_t unwatched;     // who has nothing to release arrives here; nobody waits
-  uint32_t gave_up;       // FaultCode of the CTA's first failed wait
-  uint32_t rows_here;     // up to which of the sorted routes rows have been seen: row_watcher.cuh
+  uint64_t token_empty[kMaxStages];  // tokens multiplied: kExpertWarps arrivals
+  uint64_t tile_full[kTileSlots];    // tile posted: 1 arrival
+  uint64_t tile_done[kTileSlots];    // results stored: kExpertWarps arrivals
+  uint64_t tile_empty[kTileSlots];   // slot free: kTokenWarps arrivals + 1 of the announcing warp
+  uint64_t tokens_asked;             // the first tile's first tokens have been asked for: 1 arrival
+  uint64_t unwatched;                // who has nothing to release arrives here; nobody waits
+  uint32_t gave_up;                  // FaultCode of the CTA's first failed wait
+  uint32_t rows_here;  // up to which of the sorted routes rows have been seen: row_watcher.cuh
   Sources sources;
   int64_t list_begin;  // of the step's list of routes, among layout::ListEntries
   Schedule schedule;

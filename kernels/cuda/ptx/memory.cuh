@@ -38,8 +38,8 @@ __device__ __forceinline__ uint32_t ld_acquire_sys(const uint32_t* address) {
   return value;
 }
 
-// 16 bytes, aligned, as one: the memory model never shows a part of such an access. (The elements of
-// a vector are accesses of their own.) But ptxas makes narrower loads of one of which only some
+// 16 bytes, aligned, as one: the memory model never shows a part of such an access. (The elements
+// of a vector are accesses of their own.) But ptxas makes narrower loads of one of which only some
 // words are used. (It does not of ld.mmio, which takes several times as long, a lane at a time.)
 __device__ __forceinline__ uint4 ld_relaxed_sys_b128(const void* address) {
   uint64_t low, high;

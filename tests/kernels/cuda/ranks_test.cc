@@ -79,8 +79,9 @@ void WalkTiles(const Model& model, const std::vector<std::vector<int>>& by_slot,
     const int tiles = NumTokenTiles(static_cast<int>(routes.size()), cap);
     tile_begin.push_back(tile_begin.back() + static_cast<uint32_t>(tiles));
   }
-  const Schedule schedule = MakeSchedule(tile_begin.data(), static_cast<int>(by_slot.size()),
-                                         model.intermediate / 32, model.hidden / 64, num_ctas, true);
+  const Schedule schedule =
+      MakeSchedule(tile_begin.data(), static_cast<int>(by_slot.size()), model.intermediate / 32,
+                   model.hidden / 64, num_ctas, true);
   for (uint32_t index = 0; index < schedule.num_tiles; ++index) {
     const Tile tile = TileAt(schedule, tile_begin.data(), index);
     const std::vector<int>& routes = by_slot[tile.slot];

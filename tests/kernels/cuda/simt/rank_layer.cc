@@ -109,7 +109,8 @@ RankLayer::RankLayer(const testing::HostLayer& layer, const Placement& placement
     std::memset(window + offsets_.routes, 0xff, offsets_.fc1_done - offsets_.routes);
     std::memset(window + offsets_.h, 0xff, offsets_.bytes - offsets_.h);
     // A record of ones is of step 0: sealed words are exclusive or.
-    std::memset(window + offsets_.partial_records, 0xff, offsets_.routes - offsets_.partial_records);
+    std::memset(window + offsets_.partial_records, 0xff,
+                offsets_.routes - offsets_.partial_records);
   }
 }
 
