@@ -108,9 +108,9 @@ __device__ __forceinline__ void copy_params(const MoeLayerParams& params, int th
   }
 }
 
-// By all warps that route.
+// By all warps that route. Not aligned: routing is called from two places.
 __device__ __forceinline__ void sync_routing() {
-  ptx::barrier_sync_aligned<kRoutingBarrier>(kRoutingThreads);
+  ptx::barrier_sync<kRoutingBarrier>(kRoutingThreads);
 }
 
 // Barriers by ring index.

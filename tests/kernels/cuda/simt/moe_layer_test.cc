@@ -186,9 +186,9 @@ TEST(SimtMoeLayer, BitsAreThoseOfAWholeRowHoweverItCrosses) {
   }
 }
 
-// Rows of five slices with so many routes that they are returned a few slices at a time: when the
-// list ends a token may have been begun at any of them.
-TEST(SimtMoeLayer, ATokenBegunWhenTheListEndsIsFinishedByCombine) {
+// Rows of two column blocks, with many routes: when the list ends the announcing warp may have come
+// to any token of the first.
+TEST(SimtMoeLayer, WhatIsNotReturnedWhenTheListEndsIsReturnedByCombine) {
   const HostLayer layer = testing::MakeRandomLayer(Spec(1216, 64, 12, Recipe::kMxfp4), 17);
   std::vector<RankLayer::Batches> steps;
   for (const int32_t top_k : {14, 20, 32}) {
