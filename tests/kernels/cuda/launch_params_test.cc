@@ -1,6 +1,7 @@
 #include "kernels/cuda/moe_layer/launch_params.h"
 
 #include <cstdint>
+#include <limits>
 
 #include "gtest/gtest.h"
 #include "kernels/cuda/moe_layer/traits.h"
@@ -34,6 +35,26 @@ MoeLayerParams ParamsOf(int num_ranks, int rank, int num_tokens) {
   params.peers.rank = rank;
   params.workspace = layout::PlanWorkspace({num_ranks, 256, 6, 48, 7168, 3072});
   return params;
+}
+
+TEST(LaunchParams, NoClampIsAnInfiniteOne) {
+  for (const float limit : {0.0f, -1.0f, 10.0f}) {
+    MoeLayerParams params = ParamsOf(1, 0, 8);
+    params.swiglu_limit = limit;
+    const float expected = limit > 0 ? limit : std::numeric_limits<float>::infinity();
+    EXPECT_EQ(CompleteParams(params, layout::WeightFormat::kMx, ConfigOf(16)).swiglu_limit,
+              expected);
+  }
+}
+
+// Only then do ranks finish a column block of FC2 before they go on.
+TEST(LaunchParams, SeveralRanksGoByColumnBlocks) {
+  EXPECT_EQ(CompleteParams(ParamsOf(1, 0, 8), layout::WeightFormat::kMx, ConfigOf(16))
+                .schedule.last_block_row,
+            0);
+  EXPECT_EQ(CompleteParams(ParamsOf(2, 1, 8), layout::WeightFormat::kMx, ConfigOf(16))
+                .schedule.last_block_row,
+            7168 / 64 - kColumnBlockTiles);
 }
 
 TEST(LaunchParams, TheShareOfXOfAllCtasIsXUnlessThatIsTooMuch) {
