@@ -19,7 +19,7 @@ struct PartialRecords {
     uint4 record[layout::kRecordsOfLane];
   };
 
-  // In registers, see role_combine_ranks.cuh. This lane's first record in rank 0's mapping:
+  // This lane's first record in rank 0's mapping:
   char* mapping;
   int64_t stride;  // from one rank's mapping to the next
   int64_t block;   // bytes of a peer's records

@@ -15,7 +15,7 @@ struct PartialRow {
 
   const MoeLayerParams& params;
   int lane;
-  // Kept in registers: behind every fence the parameters come from L2 again.
+  // Of the parameters what every slice needs.
   int hidden;
   bool as_bf16;
   const uint16_t* y;

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/kernels/cuda/simt/simt.h"
@@ -131,27 +132,19 @@ inline uint32_t __reduce_min_sync(uint32_t, uint32_t value) {
 
 template <typename T>
 T atomicAdd(T* address, T value) {
-  const T old = *address;
-  *address = old + value;
-  return old;
+  return std::exchange(*address, *address + value);
 }
 template <typename T>
 T atomicMax(T* address, T value) {
-  const T old = *address;
-  *address = std::max(old, value);
-  return old;
+  return std::exchange(*address, std::max(*address, value));
 }
 template <typename T>
 T atomicMin(T* address, T value) {
-  const T old = *address;
-  *address = std::min(old, value);
-  return old;
+  return std::exchange(*address, std::min(*address, value));
 }
 template <typename T>
 T atomicOr(T* address, T value) {
-  const T old = *address;
-  *address = old | value;
-  return old;
+  return std::exchange(*address, *address | value);
 }
 inline uint32_t atomicCAS_system(uint32_t* address, uint32_t compare, uint32_t value) {
   const uint32_t old = *address;
