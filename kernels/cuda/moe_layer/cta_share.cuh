@@ -30,6 +30,7 @@ __device__ __forceinline__ Block share_in_order(int count, uint32_t order) {
 // Several ranks: items are slices of tokens, by column block, as FC2 completes them. Of each rank's
 // tokens and each block a CTA has a share.
 inline constexpr int kBlockSlices = kColumnBlockTiles * 64 / layout::kPartialColumns;
+inline constexpr int kBlockQuads = kColumnBlockTiles / 4;  // of a token tile's flags, in fours
 __device__ __forceinline__ int num_column_blocks(int slices) {
   return (slices + kBlockSlices - 1) / kBlockSlices;
 }

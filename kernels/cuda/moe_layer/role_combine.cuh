@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cuda/moe_layer/combine_warp.cuh"
+#include "kernels/cuda/moe_layer/cta_share.cuh"
 #include "kernels/cuda/moe_layer/role_combine_ranks.cuh"
 
 // The end of a step, by the warps that multiplied, after the tile list. First the tokens of peers
@@ -16,6 +17,18 @@ struct CombineAloneRole : CombineWarp {
   static constexpr int kRowsAtOnce = 8;
 
   using CombineWarp::CombineWarp;
+
+  // Items (token, slice) in token order.
+  struct Run {
+    int begin;
+    int end;
+  };
+  // This warp's part of the CTA's.
+  __device__ __forceinline__ Run warp_run(const Run& run) const {
+    const int length = (run.end - run.begin + kExpertWarps - 1) / kExpertWarps;
+    const int begin = run.begin + warp * length;
+    return {begin, min(begin + length, run.end)};
+  }
 
   // Until FC2's tiles are there that slices begin .. end - 1 of a token come from. A lane looks
   // after one route, and every 32 / lanes-th slice.

@@ -25,6 +25,32 @@ struct CombineRanksRole {
   __device__ __forceinline__ CombineRanksRole(const MoeLayerParams& params, int warp, int lane)
       : common(params, warp, lane), records(params, lane), rank(params.peers.rank) {}
 
+  // Of column blocks begin .. end - 1. Each warp looks at its share of the flags; a barrier joins
+  // them.
+  __device__ __forceinline__ void wait_for_outputs(int begin, int end) const {
+    const MoeLayerParams& params = common.params;
+    const uint32_t step = params.step;
+    const int row_tiles = params.hidden / 64;
+    const int stride = params.local.fc2_done_stride;
+    const int first = begin * kBlockQuads;
+    const int quads = min(end * kBlockQuads, stride / 4) - first;
+    const int count = static_cast<int>(tile_begin(params)[params.num_slots]) * quads;
+    const uint32_t* flags = params.local.fc2_done + 4 * first;
+    common.waiter.wait_for_ctas(kWaitFc2, blockIdx.x, [&] {
+      uint32_t found = step;
+#pragma unroll 1
+      for (int i = common.warp * 32 + common.lane; i < count; i += kExpertWarps * 32) {
+        const int tile = i / quads;
+        const int quad = i - tile * quads;
+        const uint4 words = ptx::ld_relaxed_gpu_v4(flags + tile * stride + 4 * quad);
+        look_at_flags(words, row_tiles - 4 * (first + quad), step, found);  // the end is padded
+      }
+      return found;
+    });
+    ptx::barrier_sync_aligned<kCombineBarrier>(kCombiningThreads);
+    if (common.warp == 0 && common.lane == 0) mark(params, kMarkOutputs);
+  }
+
   __device__ __forceinline__ PartialRow::RouteWords look_up(const ItemWalk& at) const {
     if (!at.is_item()) return {};
     return common.row.load_routes(at.home, at.token());
@@ -48,6 +74,14 @@ struct CombineRanksRole {
     if (peers != 0) records.load(__ffs(peers) - 1, slice, item, sent);
   }
 
+  // total += this rank's own partial, rounded as if it had crossed.
+  __device__ __forceinline__ void add_own(const PartialRow::Columns& sum,
+                                          PartialRow::Columns& total) const {
+    if (common.row.as_bf16) return PartialRow::add(total, PartialRow::pack(sum), 1.0f);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) total[i] += sum[i];
+  }
+
   // The ranks' partial rows in rank order: `own` is this rank's, `sent` a look at the first peer's.
   __device__ __forceinline__ void finish(uint32_t owners, const Slice& slice, int item,
                                          const Columns& own, Sent& sent) const {
@@ -56,7 +90,7 @@ struct CombineRanksRole {
     for (; owners != 0; owners &= owners - 1) {
       const int owner = __ffs(owners) - 1;
       if (owner == rank) {
-        common.add_own(own, total);
+        add_own(own, total);
         continue;
       }
       Sent ahead;
@@ -121,7 +155,7 @@ struct CombineRanksRole {
     for (int part = 0; part < 2; ++part) {
       start(at, part);
       PartialRow::RouteWords words = look_up(at);
-      common.wait_for_outputs(part == 0 ? 0 : blocks - 1, part == 0 ? blocks - 1 : blocks);
+      wait_for_outputs(part == 0 ? 0 : blocks - 1, part == 0 ? blocks - 1 : blocks);
 #pragma unroll 1
       while (at.is_item() && !common.waiter.gave_up()) {
         ItemWalk next = at;

@@ -12,7 +12,6 @@ namespace expertd::cuda::moe_layer {
 // Between two steps all is in shared memory: the rows that are added up need the registers.
 struct PartialSender {
   static constexpr int kRoutesAtOnce = 2;
-  static constexpr int kBlockQuads = kColumnBlockTiles / 4;
 
   const MoeLayerParams& params;
   Waiter waiter;
