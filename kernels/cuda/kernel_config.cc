@@ -10,27 +10,24 @@
 namespace expertd::cuda {
 namespace {
 
-using moe_layer::HasOneRing;
 using moe_layer::HasWidth;
 using moe_layer::kMaxSlots;
 using moe_layer::kMaxStages;
 using moe_layer::kMaxTokenTile;
 
-constexpr int kMinStages = 3;  // of either ring; fewer lose a third of the bandwidth
-constexpr int kGoodStages = 4;
+constexpr int kMinStages = 3;  // fewer lose a third of the bandwidth
 constexpr int kMinTokenTile = 16;
 
-int SharedBytes(const LayerShape& layer, int token_tile, int stages, int token_stages) {
+int SharedBytes(const LayerShape& layer, int token_tile, int stages) {
   const int tables = 2 * (layer.num_slots + 1) * static_cast<int>(sizeof(uint32_t));
-  return moe_layer::kStateBytes + tables + stages * moe_layer::WeightStageBytes(layer.format) +
-         token_stages * moe_layer::TokenStageBytes(token_tile);
+  return moe_layer::kStateBytes + tables +
+         stages *
+             (moe_layer::WeightStageBytes(layer.format) + moe_layer::TokenStageBytes(token_tile));
 }
 
-int StagesThatFit(const LayerShape& layer, int token_tile, int token_stages) {
+int StagesThatFit(const LayerShape& layer, int token_tile) {
   int stages = kMaxStages;
-  while (stages > 0 && SharedBytes(layer, token_tile, stages, token_stages) > kMaxSharedBytes) {
-    --stages;
-  }
+  while (stages > 0 && SharedBytes(layer, token_tile, stages) > kMaxSharedBytes) --stages;
   return stages;
 }
 
@@ -50,33 +47,11 @@ absl::Status CheckMultiple(const char* field, int64_t found) {
       " up to ", limits::kMaxHiddenSize, " for the CUDA kernel"));
 }
 
-void ChooseStages(const LayerShape& layer, KernelConfig& config) {
-  const auto fits = [&](int stages, int token_stages) {
-    return SharedBytes(layer, config.token_tile, stages, token_stages) <= kMaxSharedBytes;
-  };
-  if (HasOneRing(config.token_tile)) {
-    config.num_stages = kMaxStages;
-    while (!fits(config.num_stages, config.num_stages)) --config.num_stages;
-    config.num_token_stages = config.num_stages;
-    return;
-  }
-  config.num_token_stages = StagesThatFit(layer, config.token_tile, kGoodStages) >= kGoodStages
-                                ? kGoodStages
-                                : kMinStages;
-  config.num_stages = StagesThatFit(layer, config.token_tile, config.num_token_stages);
-  // What is left over holds more tokens: their copies start later than the weights'.
-  while (config.num_token_stages < config.num_stages &&
-         fits(config.num_stages, config.num_token_stages + 1)) {
-    ++config.num_token_stages;
-  }
-}
-
 }  // namespace
 
 std::string KernelConfig::ToString() const {
-  return absl::StrCat("token tile ", token_tile, ", ", num_stages, " + ", num_token_stages,
-                      " stages, ", num_ctas, " CTAs, ", near_routes, " near routes, ", shared_bytes,
-                      " bytes of shared memory");
+  return absl::StrCat("token tile ", token_tile, ", ", num_stages, " stages, ", num_ctas, " CTAs, ",
+                      near_routes, " near routes, ", shared_bytes, " bytes of shared memory");
 }
 
 absl::Status CheckLayerShape(const LayerShape& layer) {
@@ -106,13 +81,12 @@ absl::StatusOr<KernelConfig> ChooseKernelConfig(const LayerShape& layer, int32_t
   config.token_tile = std::clamp((busy + 7) / 8 * 8, kMinTokenTile, kMaxTokenTile);
   while (!HasWidth(layer.format, config.token_tile)) config.token_tile += 8;
   while (!HasWidth(layer.format, config.token_tile) ||
-         StagesThatFit(layer, config.token_tile, kMinStages) < kMinStages) {
+         StagesThatFit(layer, config.token_tile) < kMinStages) {
     config.token_tile -= 8;
   }
-  ChooseStages(layer, config);
+  config.num_stages = StagesThatFit(layer, config.token_tile);
   config.num_ctas = std::min(num_sms, layout::kMaxCtas);
-  const int shared_bytes =
-      SharedBytes(layer, config.token_tile, config.num_stages, config.num_token_stages);
+  const int shared_bytes = SharedBytes(layer, config.token_tile, config.num_stages);
   config.near_routes = std::min(layout::kOwnSortRoutes,
                                 (kMaxSharedBytes - shared_bytes) / moe_layer::kNearRouteBytes);
   config.shared_bytes = shared_bytes + config.near_routes * moe_layer::kNearRouteBytes;

@@ -23,12 +23,11 @@ struct LayerShape {
 };
 
 struct KernelConfig {
-  int32_t token_tile = 0;        // most token rows of a tile, multiple of 8
-  int32_t num_stages = 0;        // of the weight ring
-  int32_t num_token_stages = 0;  // of the token ring, at most as many
-  int32_t num_ctas = 0;          // one an SM
-  int32_t near_routes = 0;       // routes of a step whose sorted list a CTA keeps in shared memory
-  int32_t shared_bytes = 0;      // of a CTA
+  int32_t token_tile = 0;    // most token rows of a tile, multiple of 8
+  int32_t num_stages = 0;    // of weights, and as many of tokens
+  int32_t num_ctas = 0;      // one an SM
+  int32_t near_routes = 0;   // routes of a step whose sorted list a CTA keeps in shared memory
+  int32_t shared_bytes = 0;  // of a CTA
 
   std::string ToString() const;
   bool operator==(const KernelConfig&) const = default;

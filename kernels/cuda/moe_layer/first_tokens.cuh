@@ -15,7 +15,7 @@ __device__ __forceinline__ int first_token_stages(const MoeLayerParams& params,
                                                   const TileSlot& tile) {
   if (params.peers.num_ranks > 1 || tile.rows <= 0 || tile.tile.phase != Phase::kFc1) return 0;
   const int whole = min(params.hidden / kStageK, num_stages_of(tile) - kTokenWarps);
-  return max(min(whole, params.num_token_stages), 0);
+  return max(min(whole, params.num_stages), 0);
 }
 
 // A warp takes every kExpertWarps-th row. The ring has to be free, and the list of routes known.

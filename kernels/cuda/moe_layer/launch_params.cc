@@ -29,14 +29,12 @@ MoeLayerParams CompleteParams(MoeLayerParams params, layout::WeightFormat format
   params.local.fc2_done_stride = layout::DoneStride(params.hidden);
   params.token_tile = config.token_tile;
   params.num_stages = config.num_stages;
-  params.num_token_stages = config.num_token_stages;
   const int weight_bytes = WeightStageBytes(format);
   const int token_bytes = TokenStageBytes(config.token_tile);
   const bool one_ring = HasOneRing(config.token_tile);
   params.token_stride = one_ring ? weight_bytes + token_bytes : token_bytes;
   params.tokens_offset = kStateBytes + (one_ring ? 1 : config.num_stages) * weight_bytes;
-  params.tables_offset =
-      kStateBytes + config.num_stages * weight_bytes + config.num_token_stages * token_bytes;
+  params.tables_offset = kStateBytes + config.num_stages * (weight_bytes + token_bytes);
   params.list_offset = params.tables_offset + 2 * (params.num_slots + 1) * sizeof(uint32_t);
   params.near_routes = std::min(config.near_routes, params.own_sort_routes);
   if (!(params.swiglu_limit > 0)) params.swiglu_limit = std::numeric_limits<float>::infinity();

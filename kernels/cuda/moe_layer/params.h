@@ -106,10 +106,9 @@ struct MoeLayerParams {
   LocalMemory local;  // set by Launch
 
   // configuration (kernel_config.h)
-  int32_t token_tile = 0;        // most rows of a token tile, multiple of 8
-  int32_t num_stages = 0;        // of the weight ring
-  int32_t num_token_stages = 0;  // of the token ring, at most as many
-  int32_t near_routes = 0;       // up to so many the CTA's list of routes is in shared memory
+  int32_t token_tile = 0;   // most rows of a token tile, multiple of 8
+  int32_t num_stages = 0;   // of either ring
+  int32_t near_routes = 0;  // up to so many the CTA's list of routes is in shared memory
   // Shared memory, set by Launch: see shared_memory.cuh.
   uint32_t token_stride = 0;  // from one token stage to the next
   uint32_t tokens_offset = 0;

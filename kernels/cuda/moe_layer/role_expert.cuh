@@ -17,8 +17,9 @@ struct ExpertRole {
   static constexpr int kTokens = Largest<kWidths...>();
   static constexpr bool kOneRing = HasOneRing(kTokens);
   using Packed = PackedFragment<kFormat>;
-  // Up to this width registers allow two blocks of K32 in a group of wgmma.
-  static constexpr int kWideGroupTokens = 40;
+  // Up to this width registers allow two blocks of K32 in a group of wgmma; which width that is
+  // depends on what else the variant holds.
+  static constexpr int kWideGroupTokens = kTokens == 64 ? 48 : 40;
   template <int kWidth>
   using Accumulators = float[kWidth / 2];
 
@@ -29,7 +30,6 @@ struct ExpertRole {
   uint32_t codes_offset;   // in a stage: of the thread's codes of the first unit
   uint32_t scales_offset;  // and of its rows' scales
   PipelineState stage;
-  PipelineState tokens;  // unless there is one ring: `stage` is theirs too
   PipelineState slot;
 
   __device__ __forceinline__ ExpertRole(const MoeLayerParams& p, int warp_index, int l)
@@ -49,7 +49,7 @@ struct ExpertRole {
   }
 
   __device__ __forceinline__ void wait_tokens() const {
-    if constexpr (!kOneRing) waiter.wait(token_full_barrier(tokens.index), tokens.phase);
+    if constexpr (!kOneRing) waiter.wait(token_full_barrier(stage.index), stage.phase);
   }
   __device__ __forceinline__ void wait_stage() const {
     waiter.wait(full_barrier(stage.index), stage.phase);
@@ -69,17 +69,6 @@ struct ExpertRole {
   }
   __device__ __forceinline__ static void release(uint32_t barrier) {
     if (ptx::elect_one()) ptx::mbarrier_arrive(barrier);
-  }
-  // What the current tokens are released on. Then the next are current; in one ring when the
-  // weights are released.
-  __device__ __forceinline__ uint32_t next_tokens() {
-    if constexpr (kOneRing) {
-      return token_empty_barrier(stage.index);
-    } else {
-      const uint32_t barrier = token_empty_barrier(tokens.index);
-      tokens.advance(params.num_token_stages);
-      return barrier;
-    }
   }
 
   // acc += K [32 kFirst, 32 (kFirst + kBlocks)) of a unit x tokens: one group of wgmma, in flight
@@ -121,23 +110,26 @@ struct ExpertRole {
 
   __device__ __forceinline__ uint64_t token_descriptor() const {
     const uint32_t address = kOneRing ? stage_address() + WeightStageBytes(kFormat)
-                                      : token_stage_address(params, tokens.index);
+                                      : token_stage_address(params, stage.index);
     return ptx::descriptor(__shfl_sync(0xffffffffu, address >> 4, 0));
   }
 
-  // The current stage's first unit. Then both are in registers, its weights are released, and the
-  // next stage is the current one. `held`: what to arrive on when the tokens of the stage before
-  // have been multiplied; becomes this stage's. Returns the tokens of the second unit.
+  // The current stage's first unit. Both are in registers when its first group is on its way: the
+  // weights are released, and the next stage is the current one. `held`: what to arrive on when the
+  // tokens of the stage before have been multiplied; becomes this stage's. Returns the tokens of
+  // the second unit.
   template <int kWidth>
   __device__ __forceinline__ uint64_t multiply_first(Accumulators<kWidth>& acc, const Packed& first,
                                                      Packed& second, uint32_t& held) {
     load(second, 1);  // garbage if the stage has one unit
     wait_tokens();
     const uint64_t tokens_first = token_descriptor();
-    const uint32_t current = next_tokens();
-    multiply<kWidth>(acc, first, tokens_first, [&] { release(held); });
-    held = ptx::opaque(current);  // or ptxas loses sight of the place being the same in all lanes
-    release_weights();
+    const uint32_t current = token_empty_barrier(stage.index);
+    multiply<kWidth>(acc, first, tokens_first, [&] {
+      release(held);
+      held = ptx::opaque(current);  // or ptxas loses sight of the place being the same in all lanes
+      release_weights();
+    });
     return tokens_first + 2 * (kWidth * 8);
   }
   template <int kWidth>
@@ -202,12 +194,9 @@ struct ExpertRole {
   __device__ __forceinline__ void skip_tile(const TileSlot& tile) {
     for (int i = num_stages_of(tile); i > 0; --i) {
       wait_stage();
-      if constexpr (kOneRing) release(next_tokens());
+      wait_tokens();
+      release(token_empty_barrier(stage.index));
       release_weights();
-      if constexpr (!kOneRing) {
-        wait_tokens();
-        release(next_tokens());
-      }
     }
   }
 

@@ -29,8 +29,7 @@ struct TokenRole {
   Waiter waiter;
   int warp;  // 0..kTokenWarps-1
   int lane;
-  PipelineState stage;  // of this warp's next stage
-  PipelineState place;  // of its tokens
+  PipelineState stage;  // this warp's next one
   PipelineState slot;
   int ahead;         // stages from the current tile's first to it
   bool leads;        // leaves what those who store the tile's results need
@@ -47,7 +46,6 @@ struct TokenRole {
         pending(kNoBarrier),
         asked(token_warp == 0 ? tokens_asked_barrier() : kNoBarrier) {
     stage.index = ahead;
-    place.index = ahead;
   }
 
   // Which of those that share a stage this warp is.
@@ -68,17 +66,14 @@ struct TokenRole {
 
   __device__ __forceinline__ void next_stage() {
     ahead += kTurns;
-    for (int i = 0; i < kTurns; ++i) {
-      stage.advance(params.num_stages);
-      place.advance(params.num_token_stages);
-    }
+    for (int i = 0; i < kTurns; ++i) stage.advance(params.num_stages);
   }
 
   // Zeros for the 64 of K behind the matrix's end that share a unit with the last.
   __device__ __forceinline__ void zero_block(int width, int block) const {
     if (part() != 0) return;
     const uint32_t to =
-        token_stage_address(params, place.index) + block * (width * 128) + lane * 16;
+        token_stage_address(params, stage.index) + block * (width * 128) + lane * 16;
     for (int i = 0; i < width / 4; ++i) ptx::st_shared_zero_v4(to + i * 512);
     ptx::fence_proxy_async_shared();
   }
@@ -102,15 +97,15 @@ struct TokenRole {
 
   // What this warp's next stage is announced on.
   __device__ __forceinline__ uint32_t full() const {
-    return HasOneRing(kTokens) ? full_barrier(stage.index) : token_full_barrier(place.index);
+    return HasOneRing(kTokens) ? full_barrier(stage.index) : token_full_barrier(stage.index);
   }
 
   // The next stage's place is free. Copies under way must not wait for those who wait for them.
   __device__ __forceinline__ void wait_empty() {
-    const uint32_t barrier = token_empty_barrier(place.index);
-    if (__all_sync(0xffffffffu, ptx::mbarrier_test_wait(barrier, place.phase ^ 1u))) return;
+    const uint32_t barrier = token_empty_barrier(stage.index);
+    if (__all_sync(0xffffffffu, ptx::mbarrier_test_wait(barrier, stage.phase ^ 1u))) return;
     announce_pending<0>();
-    waiter.wait(barrier, place.phase ^ 1u);
+    waiter.wait(barrier, stage.phase ^ 1u);
     __syncwarp();
   }
 
@@ -161,7 +156,7 @@ struct TokenRole {
       const int blocks = params.hidden / 64 - ahead * kStageBlocks;
       const int column = ahead * (kStageK * 2) + (lane & 7) * 16;
       const char* from = reinterpret_cast<const char*>(tokens) + column;
-      uint32_t to = token_stage_address(params, place.index) + in_stage;
+      uint32_t to = token_stage_address(params, stage.index) + in_stage;
       if (blocks >= kStageBlocks) {
         copy_rows<kStageBlocks>(to, block_bytes, source, copied_row, from);
       } else {
@@ -200,7 +195,7 @@ struct TokenRole {
       if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier, own_blocks * block_bytes);
       __syncwarp();
       if (lane < blocks && lane % kSharers == part()) {
-        ptx::bulk_copy(token_stage_address(params, place.index) + lane * (tile.width * 128),
+        ptx::bulk_copy(token_stage_address(params, stage.index) + lane * (tile.width * 128),
                        h + (first_block + lane) * block_bytes, block_bytes, barrier);
       }
     }

@@ -12,7 +12,7 @@
 // Shared memory of a CTA:
 //   [SharedState, padded to kStateBytes]
 //   one ring (HasOneRing):  [num_stages x (weight stage, token_tile rows)]
-//   two:  [weights: num_stages x weight stage][tokens: num_token_stages x token_tile rows]
+//   two:  [weights: num_stages x weight stage][tokens: num_stages x token_tile rows]
 //   [route_begin, slots + 1][tile_begin, slots + 1][list of routes, if it is near]
 // While routes are sorted the rings hold the first stage of weights and the counts of routes. Every
 // address is a constant or comes from the parameters: roles keep no pointers in registers.

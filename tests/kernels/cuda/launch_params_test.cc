@@ -13,11 +13,7 @@ namespace {
 constexpr int kCtas = 132;
 
 KernelConfig ConfigOf(int token_tile) {
-  return {.token_tile = token_tile,
-          .num_stages = 5,
-          .num_token_stages = 4,
-          .num_ctas = kCtas,
-          .shared_bytes = 0};
+  return {.token_tile = token_tile, .num_stages = 5, .num_ctas = kCtas, .shared_bytes = 0};
 }
 
 MoeLayerParams ParamsOf(int num_ranks, int rank, int num_tokens) {
@@ -79,7 +75,7 @@ TEST(LaunchParams, TwoRingsFollowTheStateAndTheTablesTheRings) {
     EXPECT_EQ(params.token_stride, 48u * 512);
     EXPECT_EQ(params.tokens_offset,
               static_cast<uint32_t>(kStateBytes + 5 * WeightStageBytes(format)));
-    EXPECT_EQ(params.tables_offset, params.tokens_offset + 4 * params.token_stride);
+    EXPECT_EQ(params.tables_offset, params.tokens_offset + 5 * params.token_stride);
     EXPECT_EQ(params.tokens_offset % 1024, 0u);
     EXPECT_EQ(params.token_stride % 1024, 0u);
   }
@@ -88,7 +84,7 @@ TEST(LaunchParams, TwoRingsFollowTheStateAndTheTablesTheRings) {
 TEST(LaunchParams, InOneRingAStagesTokensLieBehindItsWeights) {
   for (const auto format : {layout::WeightFormat::kMx, layout::WeightFormat::kNv}) {
     KernelConfig config = ConfigOf(24);
-    config.num_stages = config.num_token_stages = 4;
+    config.num_stages = 4;
     const MoeLayerParams params = CompleteParams(ParamsOf(1, 0, 8), format, config);
     const uint32_t weights = WeightStageBytes(format);
     EXPECT_EQ(params.token_stride, weights + 24 * 512);
