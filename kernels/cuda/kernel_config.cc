@@ -13,7 +13,7 @@ namespace {
 using moe_layer::HasWidth;
 using moe_layer::kMaxSlots;
 using moe_layer::kMaxStages;
-using moe_layer::kMaxTokenTile;
+using moe_layer::MaxTokenTile;
 
 constexpr int kMinStages = 3;  // fewer lose a third of the bandwidth
 constexpr int kMinTokenTile = 16;
@@ -78,7 +78,7 @@ absl::StatusOr<KernelConfig> ChooseKernelConfig(const LayerShape& layer, int32_t
   }
   const int busy = static_cast<int>(std::ceil(std::min(BusySlot(layer, tokens, top_k), 1e6)));
   KernelConfig config;
-  config.token_tile = std::clamp((busy + 7) / 8 * 8, kMinTokenTile, kMaxTokenTile);
+  config.token_tile = std::clamp((busy + 7) / 8 * 8, kMinTokenTile, MaxTokenTile(layer.format));
   while (!HasWidth(layer.format, config.token_tile)) config.token_tile += 8;
   while (!HasWidth(layer.format, config.token_tile) ||
          StagesThatFit(layer, config.token_tile) < kMinStages) {

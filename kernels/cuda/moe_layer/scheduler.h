@@ -151,6 +151,7 @@ struct ScheduleShape {
   uint32_t two_wave_tokens = 0;
   int last_block_row = 0;    // where FC2's last column block begins; 0: it is the only one
   uint32_t last_tokens = 0;  // token tiles at the end of FC2 that have 128 rows
+  uint32_t few_tokens = 0;   // up to so many token tiles all of FC2 has 128 rows
 
   ScheduleShape() = default;
   // `by_columns`: FC2 in column blocks.
@@ -166,6 +167,11 @@ struct ScheduleShape {
         last_block_row(by_columns ? (fc2_rows - 1) / kColumnBlockTiles * kColumnBlockTiles : 0) {
     const uint32_t tiles = low_tiles(fc2_rows - last_block_row);
     last_tokens = std::max(1u, (2 * ctas + 3 * tiles) / (6 * tiles));
+    few_tokens = last_tokens;
+    if (last_block_row == 0) {
+      const uint32_t most_tiles = std::max(fc1_tiles, static_cast<uint32_t>((fc2_rows + 3) / 4));
+      few_tokens = std::max(few_tokens, (ctas - 1) / most_tiles);
+    }
   }
   // Tiles of 128 rows that a token tile has.
   static constexpr uint32_t low_tiles(int rows) { return static_cast<uint32_t>((rows + 1) / 2); }
@@ -173,8 +179,9 @@ struct ScheduleShape {
 
 // tile_begin [num_slots + 1]: token tiles before each slot. Tiles of 256 rows stream best. 128 rows
 // balance better: where FC1 has few tiles for the CTAs, those behind the last whole wave of 256
-// rows, and the last slots of FC2 (the end of the list), about a third of a wave. (A CTA takes 0.62
-// of the time of 256 rows for 128.) Column blocks that make less than two waves begin together:
+// rows, and the last slots of FC2 (the end of the list), about a third of a wave, or all of it
+// where tiles of 256 rows make no wave in either phase. (A CTA takes 0.62 of the time of 256 rows
+// for 128.) Column blocks that make less than two waves begin together:
 // else the first wave of FC2 would wait for slots of the last one of FC1. find_last(value): the
 // last slot s with tile_begin[s] <= value.
 template <typename FindLast>
@@ -203,7 +210,7 @@ EXPERTD_HD void WriteSchedule(const ScheduleShape& shape, const uint32_t* tile_b
     writer.Add(Phase::kFc2, token_tiles, 0, 4, rows, kColumnBlockTiles, blocks - together);
   }
   const int last_rows = shape.fc2_row_tiles - shape.last_block_row;
-  split = token_tiles > shape.last_tokens ? find_last(token_tiles - shape.last_tokens) : 0;
+  split = token_tiles > shape.few_tokens ? find_last(token_tiles - shape.last_tokens) : 0;
   before = tile_begin[split];
   writer.Add(Phase::kFc2, before, 0, 4, shape.last_block_row, last_rows);
   writer.Add(Phase::kFc2, token_tiles - before, split, 2, shape.last_block_row, last_rows);

@@ -46,6 +46,10 @@ inline constexpr int kRoutedBarrier = 4;
 
 inline constexpr int kMaxStages = 6;
 inline constexpr int kMaxTokenTile = 80;
+// Of 80 rows and NVFP4's larger units no three stages fit.
+constexpr int MaxTokenTile(layout::WeightFormat format) {
+  return format == layout::WeightFormat::kMx ? kMaxTokenTile : 72;
+}
 // A compiled variant has two or three token widths (N of the multiplication) and serves launches
 // whose token_tile is at most its largest. More widths in one kernel cost the compiler the overlap
 // of multiplications with the expansion of the next weights.
@@ -65,7 +69,7 @@ inline constexpr int kMaxSlots =
 // Whether a compiled variant has this width. A launch's token_tile must be one: tiles of up to that
 // many rows are rounded up to a width, and a token stage holds token_tile rows.
 constexpr bool HasWidth(layout::WeightFormat format, int tokens) {
-  if (tokens < 8 || tokens > kMaxTokenTile || tokens % 8 != 0) return false;
+  if (tokens < 8 || tokens > MaxTokenTile(format) || tokens % 8 != 0) return false;
   return format == layout::WeightFormat::kMx || (tokens != 40 && tokens != 56);
 }
 

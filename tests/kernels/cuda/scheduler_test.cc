@@ -120,6 +120,19 @@ TEST(Scheduler, TheEndOfTheListHasLowTilesSoThatCtasFinishTogether) {
   }
 }
 
+// 4096 x 2048: 16 tiles of 256 rows a slot in either phase; eight slots make 128 of 132.
+TEST(Scheduler, WhereNeitherPhaseMakesAWaveAllTilesAreLow) {
+  for (const int slots : {1, 8, 9}) {
+    const auto tile_begin = TileBegin(std::vector<int>(slots, 1), 16);
+    const Schedule schedule = MakeSchedule(tile_begin.data(), slots, 64, 64, 132, false);
+    int high = 0;
+    for (uint32_t i = 0; i < schedule.num_tiles; ++i) {
+      high += TileAt(schedule, tile_begin.data(), i).num_row_tiles == 4;
+    }
+    EXPECT_EQ(high, slots < 9 ? 0 : 8 * 16 + 8 * 16) << slots;
+  }
+}
+
 // By column block: how many tiles of FC2 there are up to its last. Slots have 8 routes each.
 std::vector<int> TilesUntilBlocksEnd(int token_tiles, int hidden) {
   const auto tile_begin = TileBegin(std::vector<int>(token_tiles, 8), 8);
