@@ -181,9 +181,9 @@ struct ScheduleShape {
 // balance better: where FC1 has few tiles for the CTAs, those behind the last whole wave of 256
 // rows, and the last slots of FC2 (the end of the list), about a third of a wave, or all of it
 // where tiles of 256 rows make no wave in either phase. (A CTA takes 0.62 of the time of 256 rows
-// for 128.) Column blocks that make less than two waves begin together:
-// else the first wave of FC2 would wait for slots of the last one of FC1. find_last(value): the
-// last slot s with tile_begin[s] <= value.
+// for 128.) Column blocks that make less than two waves begin together: else the first wave of FC2
+// would wait for slots of the last one of FC1. find_last(value): the last slot s with tile_begin[s]
+// <= value.
 template <typename FindLast>
 EXPERTD_HD void WriteSchedule(const ScheduleShape& shape, const uint32_t* tile_begin,
                               FindLast find_last, bool writes, Schedule* out) {

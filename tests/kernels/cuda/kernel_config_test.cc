@@ -71,6 +71,17 @@ TEST(KernelConfig, TheTokenTileGrowsWithTheRoutesOfAnExpert) {
   }
 }
 
+TEST(KernelConfig, TheMostRowsOfATokenTileAreThoseOfWhichThreeStagesFit) {
+  using namespace moe_layer;
+  for (const WeightFormat format : {WeightFormat::kMx, WeightFormat::kNv}) {
+    const int room = kMaxSharedBytes - kStateBytes - 3 * WeightStageBytes(format);
+    EXPECT_LE(3 * TokenStageBytes(MaxTokenTile(format)), room);
+    if (MaxTokenTile(format) < kMaxTokenTile) {
+      EXPECT_GT(3 * TokenStageBytes(MaxTokenTile(format) + 8), room);
+    }
+  }
+}
+
 TEST(KernelConfig, ItPrintsItself) {
   const auto config = ChooseKernelConfig(kShapes[0], 64, 6, 132);
   ASSERT_TRUE(config.ok());

@@ -19,8 +19,8 @@ import subprocess
 import sys
 
 VARIANTS = 12  # six ranges of token tiles for each weight format
-MAX_LOOP_SPILLS = 32  # local memory between the first and the last multiplication of a kernel, 8 today
-MAX_FLAG_LOADS = 20  # instructions that load a flag or a stop word, 17 today
+MAX_LOOP_SPILLS = 32  # local memory between the first and the last multiplication of a kernel, 3 today
+MAX_FLAG_LOADS = 20  # instructions that load a flag or a stop word, 19 today
 CLAIM_DISTANCE = 32  # instructions behind a claim that hand nothing round; ptxas put the first SHFL 6 behind
 
 
